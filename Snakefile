@@ -34,4 +34,4 @@ rule notebook:
         python=sys.executable,
     shell:
         "{params.python} -m proofread.notebooks {wildcards.slug}/{wildcards.stem} "
-        "{wildcards.params} >{log} 2>&1"
+        "{wildcards.params} >{log} 2>&1 || status=$?; tail -n 1 {log}; exit ${{status:-0}}"

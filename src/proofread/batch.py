@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .notebooks import (
     KERNEL_ENVIRONMENT,
@@ -39,7 +40,7 @@ def plan(root: Path, chapter: str | None, params: str | None, *, force: bool) ->
         NotebookError: unknown chapter or parameter set.
     """
     if params is None:
-        given = {nb.name: None for nb in books(root, chapter)}
+        given: dict[str, dict[str, Any] | None] = {nb.name: None for nb in books(root, chapter)}
     else:
         slugs = sorted({nb.slug for nb in books(root, chapter)})
         given = {k: v for slug in slugs for k, v in read_parameters(root, slug, params).items()}
@@ -113,7 +114,7 @@ def _snakemake(
     config = [f"params={params or 'book'}", f"force={int(force)}"]
     config += [f"chapter={chapter}"] if chapter else []
     command = [sys.executable, "-m", "snakemake", "--cores", str(workers)]
-    command += ["--quiet", "rules", "host", "--config", *config]
+    command += ["--quiet", "all", "--config", *config]
     environment = os.environ | KERNEL_ENVIRONMENT
     return subprocess.run(command, cwd=root, env=environment, check=False).returncode
 

@@ -107,22 +107,22 @@ def check_outputs(notebook: Notebook) -> Iterator[Problem]:
     if not notebook.pair.is_file():
         return
     where, remedy = _at(notebook, notebook.pair), f"`make run CHAPTER={notebook.name}`"
-    for index, cell in enumerate(nb_.read_pair(notebook.pair).cells):
+    for number, cell in nb_.code_cells(nb_.read_pair(notebook.pair)):
         if {"papermill", "execution"} & set(cell.metadata):
-            yield Problem(where, f"cell {index} holds execution times in its metadata", remedy)
+            yield Problem(where, f"cell {number} holds execution times in its metadata", remedy)
         for out in cell.get("outputs", []):
             if out.output_type == "error":
-                yield Problem(where, f"cell {index} raised {out.ename}", f"mend it, then {remedy}")
+                yield Problem(where, f"cell {number} raised {out.ename}", f"mend it, then {remedy}")
             elif out.output_type == "stream" and out.name == "stderr":
                 yield Problem(
-                    where, f"cell {index} holds stderr", f"mend what warns, then {remedy}"
+                    where, f"cell {number} holds stderr", f"mend what warns, then {remedy}"
                 )
             data = {k: v for k, v in out.get("data", {}).items() if not k.startswith("image/")}
             text = json.dumps([out.get("text", ""), data], ensure_ascii=False)
             for what, pattern in _MACHINE.items():
                 if match := pattern.search(text):
                     fix = f"don't print it, then {remedy}"
-                    yield Problem(where, f"cell {index} holds {what} ({match[0]!r})", fix)
+                    yield Problem(where, f"cell {number} holds {what} ({match[0]!r})", fix)
 
 
 def check_figures(notebook: Notebook) -> Iterator[Problem]:
@@ -130,20 +130,20 @@ def check_figures(notebook: Notebook) -> Iterator[Problem]:
     if not notebook.pair.is_file():
         return
     where, total = _at(notebook, notebook.pair), 0
-    for index, cell in enumerate(nb_.read_pair(notebook.pair).cells):
+    for number, cell in nb_.code_cells(nb_.read_pair(notebook.pair)):
         for out in cell.get("outputs", []):
             if "image/png" not in out.get("data", {}):
                 continue
             size = len(base64.b64decode(out.data["image/png"]))
             total += size
             if size > MAX_FIGURE_BYTES:
-                fault = f"cell {index} draws a figure of {size} bytes, over {MAX_FIGURE_BYTES}"
+                fault = f"cell {number} draws a figure of {size} bytes, over {MAX_FIGURE_BYTES}"
                 yield Problem(where, fault, "draw less, bin or rasterise")
             mystnb = cell.metadata.get("mystnb", {})
             figure, image = mystnb.get("figure", {}), mystnb.get("image", {})
             if not (figure.get("name") and figure.get("caption") and image.get("alt")):
                 remedy = "give the cell `mystnb: {figure: {name, caption}, image: {alt}}`"
-                yield Problem(where, f"cell {index} draws without name, caption and alt", remedy)
+                yield Problem(where, f"cell {number} draws without name, caption and alt", remedy)
     if total > MAX_CHAPTER_FIGURE_BYTES:
         yield Problem(where, f"its figures take {total} bytes", "draw fewer or smaller figures")
 
@@ -152,24 +152,22 @@ def check_code(notebook: Notebook) -> Iterator[Problem]:
     """Cells are short, hold no functions with logic, and measure what they rule on."""
     where = _at(notebook, notebook.source)
     literals: set[str] = set()
-    for index, cell in enumerate(notebook.cells.cells):
-        if cell.cell_type != "code":
-            continue
+    for number, cell in nb_.code_cells(notebook.cells):
         lines = [line for line in cell.source.splitlines() if line.strip()]
         if len(lines) > MAX_CELL_LINES:
-            fault = f"cell {index} has {len(lines)} lines, over {MAX_CELL_LINES}"
+            fault = f"cell {number} has {len(lines)} lines, over {MAX_CELL_LINES}"
             yield Problem(where, fault, "move its logic into the chapter's package")
         try:
             tree = ast.parse(nb_.strip_magics(cell.source))
         except SyntaxError as error:
-            yield Problem(where, f"cell {index} does not parse: {error.msg}", "mend the cell")
+            yield Problem(where, f"cell {number} does not parse: {error.msg}", "mend the cell")
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and len(node.body) > 1:
                 remedy = "move it into the chapter's package"
-                yield Problem(where, f"cell {index} defines {node.name}", remedy)
+                yield Problem(where, f"cell {number} defines {node.name}", remedy)
         literals |= _literal_names(tree)
-        yield from _typed_values(where, index, tree, literals)
+        yield from _typed_values(where, number, tree, literals)
 
 
 def _literal_names(tree: ast.AST) -> set[str]:
@@ -187,7 +185,7 @@ def _is_number(node: ast.AST) -> bool:
     return not leaves and bool(numbers) and all(isinstance(n.value, int | float) for n in numbers)
 
 
-def _typed_values(where: str, index: int, tree: ast.AST, literals: set[str]) -> Iterator[Problem]:
+def _typed_values(where: str, number: int, tree: ast.AST, literals: set[str]) -> Iterator[Problem]:
     """Calls of ``rule`` whose value or control is a number somebody typed."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and _called(node) == "rule"):
@@ -196,7 +194,7 @@ def _typed_values(where: str, index: int, tree: ast.AST, literals: set[str]) -> 
         parts = [v for g in given for v in (g.values if isinstance(g, ast.Dict) else [g])]
         for part in parts:
             if _is_number(part) or (isinstance(part, ast.Name) and part.id in literals):
-                fault = f"cell {index} rules on a typed number ({ast.unparse(part)})"
+                fault = f"cell {number} rules on a typed number ({ast.unparse(part)})"
                 yield Problem(where, fault, "pass what the notebook measured, not a paper's value")
 
 

@@ -61,14 +61,17 @@ class Interval:
         text = str(text).strip()
         if match := cls._BRACKETS.match(text):
             left, low, high, right = match.groups()
-            made = cls(float(low), float(high), left == "[", right == "]")
+            ends = float(low), float(high)
+            # An infinite end counts as inside: an unbounded interval is within "≥ 1" as well.
+            closed = left == "[" or math.isinf(ends[0]), right == "]" or math.isinf(ends[1])
+            made = cls(*ends, *closed)
         elif match := cls._COMPARISON.match(text):
             sign, number = match[1], float(match[2])
             made = {
-                "<": cls(-math.inf, number, False, False),
-                "<=": cls(-math.inf, number, False, True),
-                ">": cls(number, math.inf, False, False),
-                ">=": cls(number, math.inf, True, False),
+                "<": cls(-math.inf, number, True, False),
+                "<=": cls(-math.inf, number, True, True),
+                ">": cls(number, math.inf, False, True),
+                ">=": cls(number, math.inf, True, True),
                 "==": cls(number, number),
             }[sign]
         else:

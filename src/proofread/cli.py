@@ -135,10 +135,11 @@ def data() -> None:
 
     from .data import available
 
-    rows = available()
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+    table = Table("set", "tier", "state", "train", "test", "licence", "size", "how to get it")
+    for row in available():
+        state = f"{row.state} (taken)" if row.chosen else row.state
+        count = (str(row.train), str(row.test))
+        table.add_row(row.id, row.tier, state, *count, row.licence, row.size, row.get)
     _print(table)
 
 

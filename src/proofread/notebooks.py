@@ -84,6 +84,11 @@ class Notebook:
         return self.folder / f"{self.stem}.md"
 
     @property
+    def where(self) -> str:
+        """The source's path relative to the root, for messages."""
+        return self.source.relative_to(self.root).as_posix()
+
+    @property
     def pair(self) -> Path:
         return self.folder / f"{self.stem}.ipynb"
 
@@ -174,6 +179,11 @@ def read_pair(path: Path) -> NotebookNode:
         raise NotebookError(f"{path}: not readable as a notebook: {error}; re-run it") from error
 
 
+def code_cells(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
+    """The code cells with the numbers that Jupyter shows in brackets, from 1."""
+    return enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1)
+
+
 def stamp_of(notebook: NotebookNode) -> dict[str, Any]:
     """The stamp in a pair's metadata, or an empty one."""
     stamp = notebook.metadata.get("proofread", {})
@@ -199,7 +209,7 @@ def _literal(notebook: Notebook, name: str, node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError as error:
-        raise NotebookError(f"{notebook.source}: parameter {name} must be a literal") from error
+        raise NotebookError(f"{notebook.where}: parameter {name} must be a literal") from error
 
 
 def read_parameters(root: Path, chapter: str, params: str) -> dict[str, dict[str, Any]]:
@@ -495,7 +505,7 @@ def execute(
     clean(executed)
     if fault := stderr_fault(executed):
         kept = _keep_failed(notebook, executed)
-        raise NotebookError(f"{notebook.source}: {fault}; the run is kept in {kept}")
+        raise NotebookError(f"{notebook.where}: {fault}; the run is kept in {kept}")
     stamp: dict[str, Any] = {
         "schema": SCHEMA,
         "fingerprint": fingerprint(notebook, executed, report["files"], parameters or {}),
@@ -540,13 +550,14 @@ def _run_papermill(
         )
     except PapermillExecutionError as error:
         kept = _keep_failed(notebook, read_pair(scratch))
+        hint = f" (the limit is {memory_limit_mb} MiB)" if error.ename == "MemoryError" else ""
         raise NotebookError(
-            f"{notebook.source}: cell {error.exec_count} raised {error.ename}: {error.evalue}; "
-            f"the run is kept in {kept}"
+            f"{notebook.where}: cell {error.exec_count} raised {error.ename}: {error.evalue}{hint}"
+            f"; the run is kept in {kept}"
         ) from error
     except RuntimeError as error:  # nbclient's DeadKernelError among them
         raise NotebookError(
-            f"{notebook.source}: the kernel died ({error}); if it was killed for memory, "
+            f"{notebook.where}: the kernel died ({error}); if it was killed for memory, "
             f"lower the parameters: the limit is {memory_limit_mb} MiB"
         ) from error
     finally:
@@ -595,11 +606,11 @@ def _join_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 def stderr_fault(notebook: NotebookNode) -> str | None:
     """The first text that a cell wrote to stderr, worded as a fault."""
-    for index, cell in enumerate(notebook.cells):
-        for out in cell.get("outputs", []):
+    for number, cell in code_cells(notebook):
+        for out in cell.outputs:
             if out.output_type == "stream" and out.name == "stderr":
                 text = out.text.strip().splitlines()[-1] if out.text.strip() else ""
-                return f"cell {index} wrote to stderr ({text[:160]!r}): mend what warns"
+                return f"cell {number} wrote to stderr ({text[:160]!r}): mend what warns"
     return None
 
 

@@ -21,6 +21,8 @@ PLACES = {
     "test_sampling.py.txt": "tests/SLUG/test_SLUG_sampling.py",
 }
 
+STEMS = ("theory", "experiments")
+
 
 def create_chapter(root: Path, slug: str) -> list[str]:
     """Write a chapter's files and its entries in ``_toc.yml``; return the paths written.
@@ -49,6 +51,6 @@ def _add_to_contents(path: Path, slug: str) -> None:
     if part is None:
         part = {"caption": "Chapters", "chapters": []}
         contents["parts"].append(part)
-    entries = [{"file": f"book/chapters/{slug}/{stem}"} for stem in ("theory", "experiments")]
-    part["chapters"] = (part.get("chapters") or []) + entries
+    theory, experiments = ({"file": f"book/chapters/{slug}/{stem}"} for stem in STEMS)
+    part["chapters"] = [*(part.get("chapters") or []), theory | {"sections": [experiments]}]
     path.write_text(yaml.safe_dump(contents, sort_keys=False), "utf-8")

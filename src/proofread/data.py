@@ -95,8 +95,10 @@ class Dataset:
         id: its name in the registry, or the generator's name.
         name: its name in print.
         tier: ``embedded``, ``package``, ``real`` or ``generated``.
-        x_train, x_test: ``[N, ...]``; images are uint8, generated features float64.
-        y_train, y_test: ``[N]``, int64 in ``0 … n_classes - 1``.
+        x_train: ``[N, ...]``; images are uint8, generated features float64.
+        y_train: ``[N]``, int64 in ``0 … n_classes - 1``.
+        x_test: like ``x_train``, with a number of items of its own.
+        y_test: like ``y_train``.
         class_names: one name a class.
         licence: short licence text.
         source: where the bytes come from, in words (no path of this machine).
@@ -184,7 +186,7 @@ class Dataset:
 
     @property
     def label(self) -> str:
-        """What every figure and table shows: name, tier, size and the start of the hash."""
+        """Name, tier, size and the start of the hash, as every figure and table shows them."""
         subset = " subset" if self.is_subset else ""
         size = _count(self.n_train, self.n_test)
         return f"{self.name}{subset}, {self.tier} tier, {size}, sha256 {self.sha256[:8]}"
@@ -590,7 +592,9 @@ def _read_file(entry: Entry, tier: Tier, folder: Path, name: str) -> bytes:
     """The file's decompressed content, checked against its hash."""
     file = _present(folder, name) or folder / name
     try:
-        content = _open_regular(file)
+        _check_regular(file)
+        with open(file, "rb") as stream:
+            content = stream.read()
         if content[:2] == b"\x1f\x8b":  # by content: browsers unzip and keep the name
             content = gzip.decompress(content)
     except EOFError:
@@ -607,11 +611,9 @@ def _read_file(entry: Entry, tier: Tier, folder: Path, name: str) -> bytes:
     return content
 
 
-def _open_regular(file: Path) -> bytes:
-    if not stat.S_ISREG(os.stat(file).st_mode):  # a directory; a pipe would wait for ever
+def _check_regular(file: Path) -> None:
+    if not stat.S_ISREG(os.stat(file).st_mode):  # a folder, or a pipe that would block for ever
         raise OSError("it is not a regular file")
-    with open(file, "rb") as stream:
-        return stream.read()
 
 
 def _content_fault(tier: Tier, content: bytes) -> str:
@@ -619,7 +621,7 @@ def _content_fault(tier: Tier, content: bytes) -> str:
         return "it is empty"
     if tier.format != "idx":
         return "its content is not what it should be"
-    if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * content[3]:
+    if content[:3] != b"\0\0\x08" or len(content) < 4 or len(content) < 4 + 4 * content[3]:
         return "it is not an idx file of bytes (wrong magic number)"
     sizes = np.frombuffer(content, ">u4", content[3], 4)
     length = 4 + 4 * content[3] + math.prod(int(n) for n in sizes)
@@ -652,6 +654,7 @@ def _read_csv(entry: Entry, tier: Tier, folder: Path) -> list[NDArray[Any]]:
 def _read_npz(entry: Entry, tier: Tier, folder: Path) -> list[NDArray[Any]]:
     file = folder / tier.file
     try:
+        _check_regular(file)
         with np.load(file, allow_pickle=False) as archive:
             arrays = [archive[part] for part in PARTS]
     except OSError as error:
@@ -715,7 +718,7 @@ def _not_found(entry: Entry, tier: Tier, head: str, searched: Sequence[str]) -> 
 def _corrupt(
     entry: Entry, tier: Tier, file: Path, fault: str, hashes: tuple[str, str] | None = None
 ) -> DataCorrupt:
-    facts: dict[str, str] = {"file": str(file), "fault": fault}
+    facts: dict[str, str] = {"file": os.path.abspath(file), "fault": fault}
     if hashes:
         facts["expected"] = f"{hashes[0]} (sha256 of the decompressed content)"
         facts["found"] = hashes[1]

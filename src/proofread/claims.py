@@ -21,6 +21,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from .checkout import find_in_checkout
+
 MIME = "application/vnd.proofread.ruling+json"
 KINDS = Literal["theorem", "identity", "rate", "comparison", "magnitude", "mechanism"]
 
@@ -311,23 +313,19 @@ def load_claims(path: Path) -> ClaimsFile:
     return _load(path, (stat.st_mtime_ns, stat.st_size))
 
 
-def find_claims(slug: str, start: Path | None = None) -> Path:
+def find_claims(slug: str) -> Path:
     """The ``claims.yml`` of a chapter, from its own folder, a checkout above, or this package's.
 
     Raises:
         ClaimError: none of the places looked at has it; the message lists them.
     """
-    start = (start or Path.cwd()).resolve()
-    places = [start / "claims.yml"] if start.name == slug else []
-    roots = [start, *start.parents, Path(__file__).resolve().parents[2]]
-    places += [root / "book" / "chapters" / slug / "claims.yml" for root in roots]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ClaimError(
-        f"no claims.yml of chapter {slug!r}: looked in book/chapters/{slug}/ under "
-        f"{', '.join(map(str, roots))}; run inside a checkout of the book"
-    )
+    own = Path.cwd() / "claims.yml"
+    if own.parent.name == slug and own.is_file():
+        return own
+    try:
+        return find_in_checkout(f"book/chapters/{slug}/claims.yml")
+    except FileNotFoundError as error:
+        raise ClaimError(f"no claims.yml of chapter {slug!r}: {error}") from error
 
 
 @dataclass(frozen=True)

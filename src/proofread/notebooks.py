@@ -609,7 +609,7 @@ def stderr_fault(notebook: NotebookNode) -> str | None:
     for number, cell in code_cells(notebook):
         for out in cell.outputs:
             if out.output_type == "stream" and out.name == "stderr":
-                text = out.text.strip().splitlines()[-1] if out.text.strip() else ""
+                text = out.text.strip().partition("\n")[0]
                 return f"cell {number} wrote to stderr ({text[:160]!r}): mend what warns"
     return None
 

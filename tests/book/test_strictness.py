@@ -259,9 +259,12 @@ def test_a_figure_without_alt_text_and_a_long_cell(book: Book) -> None:
     assert f"{EXPERIMENTS}.md: cell 2 has" in said
 
 
+START_JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
+
+
 def _render(book: Book) -> tuple[int, str]:
     options = ("build", "--all", "-W", "-n", "--keep-going", ".")
-    done = book.call("-m", "jupyter_book", *options)
+    done = book.call("-c", START_JUPYTER_BOOK, *options)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -48,19 +48,21 @@ def scaled_curvature_jump(tail: str) -> Any:
 
 
 def core_slope_deviation(surrogate: LinearCore) -> Any:
-    """Enclosure of the largest ``|Φ'(u) + 1|`` over the whole core ``|u| ≤ τ``, one ball for all.
+    """Enclosure of the largest ``|Φ'(u) + 1|`` over the whole core ``|u| ≤ τ``.
 
-    The argument of the tail is ``max(0, (u - τ)/s)``, which is exactly 0 on the core.
+    The tail's argument ``max(0, (u - τ)/s)`` increases with u, so over the core it lies between its
+    values at the ends; the slope is monotone in it, so the two deviations there enclose all.
     """
     from types import SimpleNamespace
 
     from flint import arb
 
     core, scale = arb(surrogate.core), arb(surrogate.scale)
-    margins = arb(0, surrogate.core)  # the ball [-τ, τ]
-    v = ((margins - core) / scale).max(arb(0))
     m = SimpleNamespace(exp=lambda z: z.exp(), log1p=lambda z: z.log1p())
-    return abs(1 - surrogate.shape.slope(v, m))
+    ends = ((u - core) / scale for u in (-core, core))
+    clamped = (v if v > 0 else arb(0) if v <= 0 else v.union(arb(0)) for v in ends)
+    left, right = (abs(1 - surrogate.shape.slope(v, m)) for v in clamped)
+    return left.union(right) if left != right else left
 
 
 def logistic_slope_deviation() -> Any:

@@ -1,0 +1,266 @@
+"""Linear-Core loss against its peers: correctness first, then forward + backward time.
+
+    python benchmarks/linear_core.py [--quick] [--compile] [--device cuda] [--out DIR]
+
+The gate compares values and gradients with the plain formula in float64. If it is red, the script
+says where, reports no speed, writes nothing and exits with 1.
+
+Method: one process, one thread, the contenders take turns (interleaved) and each ratio is that of
+two neighbours in time; medians over the rounds with min and max, and an A/A row (our loss against
+itself) that shows what a ratio of 1 looks like here. Results go to ``linear_core.json`` beside
+``environment.json`` (with ``-cuda`` in the names on a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from proofread.linear_core import LinearCore, linear_core_loss
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+OURS, AGAIN = "linear_core_loss", "linear_core_loss, again (A/A)"
+SHAPES = ((1024, 32_000), (8192, 1000))
+QUICK_SHAPES = ((64, 500), (33, 129))
+ROUNDS, QUICK_ROUNDS = 15, 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run gate and timings; return the exit status."""
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    faults = list(gate(options.device))
+    if faults:
+        print("gate: red, no speed is reported", *faults, sep="\n  ", file=sys.stderr)
+        return 1
+    print("gate: green (values and gradients equal the plain formula)", flush=True)
+    cases = [measure(*case, options) for case in wanted_cases(options)]
+    suffix = "" if options.device == "cpu" else f"-{options.device}"
+    write(options.out / f"linear_core{suffix}.json", {"gate": "green", "cases": cases})
+    write(options.out / f"environment{suffix}.json", environment(options.device))
+    print(f"wrote linear_core{suffix}.json and environment{suffix}.json")
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    default = Path(__file__).parent / "results"
+    parser.add_argument("--quick", action="store_true", help="small shapes, for tests")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile as well")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, default=default, help="folder of the JSON files")
+    return parser.parse_args(arguments)
+
+
+def wanted_cases(options: argparse.Namespace) -> Iterator[tuple[int, int, torch.dtype]]:
+    for rows, classes in QUICK_SHAPES if options.quick else SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield rows, classes, dtype
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+def plain_loss(
+    logits: Tensor, target: Tensor, tail: str = "exponential", form: str = "constrained"
+) -> Tensor:
+    """The formula in plain torch operations, mean over the rows."""
+    phi = LinearCore(tail=tail)
+    label = target[:, None]
+    if form == "constrained":
+        margins = logits.mean(1, keepdim=True) - logits
+    else:
+        margins = logits.gather(1, label) - logits
+    return phi(margins).scatter(1, label, 0.0).sum(1).mean()
+
+
+def gate(device: str) -> Iterator[str]:
+    """Yield one line for each disagreement with the plain formula in float64."""
+    tolerances = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}
+    shapes, tails = ((7, 2), (33, 129), (5, 4096)), ("exponential", "gamma", "logistic")
+    for shape, tail, form, dtype in product(shapes, tails, ("constrained", "sum"), tolerances):
+        logits, target = problem(*shape, dtype, device)
+        exact = logits.detach().double().requires_grad_()
+        ours = run(partial(linear_core_loss, tail=tail, form=form), logits, target)
+        plain = run(partial(plain_loss, tail=tail, form=form), exact, target)
+        for name, a, b in zip(("value", "gradient"), ours, plain, strict=True):
+            error = float((a.double() - b).norm() / b.norm())
+            if not error <= tolerances[dtype]:
+                where = f"{list(shape)} {dtype} {tail} {form}"
+                yield f"{name} off by {error:.2g} (relative) at {where}"
+
+
+def problem(rows: int, classes: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * classes)
+    logits = torch.randn(rows, classes, generator=generator).to(device, dtype).requires_grad_()
+    return logits, torch.randint(classes, (rows,), generator=generator).to(device)
+
+
+def run(loss: LossFunction, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """One forward and backward: the loss and the gradient."""
+    logits.grad = None
+    value = loss(logits, target)
+    value.backward()
+    assert logits.grad is not None
+    return value.detach(), logits.grad
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def contenders(dtype: torch.dtype, options: argparse.Namespace) -> dict[str, LossFunction]:
+    found: dict[str, LossFunction] = {
+        OURS: linear_core_loss,
+        AGAIN: linear_core_loss,
+        "linear_core_loss, gamma tail": partial(linear_core_loss, tail="gamma"),
+        "linear_core_loss, logistic tail": partial(linear_core_loss, tail="logistic"),
+        "linear_core_loss, sum form": partial(linear_core_loss, form="sum"),
+        "F.cross_entropy": F.cross_entropy,
+        "plain formula": plain_loss,
+    }
+    if dtype == torch.float32:
+        found["F.multi_margin_loss"] = F.multi_margin_loss
+    if options.compile:
+        found["torch.compile(plain formula)"] = torch.compile(plain_loss, dynamic=False)
+    return found
+
+
+def measure(
+    rows: int, classes: int, dtype: torch.dtype, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Interleaved times of all contenders at one shape, and ratios to ours."""
+    logits, target = problem(rows, classes, dtype, options.device)
+    losses = contenders(dtype, options)
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    times: dict[str, list[float]] = {name: [] for name in [*losses, "copy of the logits"]}
+    for loss in losses.values():
+        run(loss, logits, target)  # warm up, compile
+    names = list(times)
+    for round_ in range(rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            if name in losses:
+                seconds = timed(partial(run, losses[name], logits, target), options.device)
+            else:  # the floor: read every logit, write as many numbers to fresh memory
+                logits.grad = None
+                seconds = timed(logits.detach().clone, options.device)
+            times[name].append(seconds)
+    result = {
+        "shape": [rows, classes],
+        "dtype": str(dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "bytes_per_logit": bytes_per_logit(rows, classes, dtype, options.device),
+        "milliseconds": {name: spread(1e3 * t for t in ts) for name, ts in times.items()},
+        "times_ours": {
+            name: spread(t / ours for t, ours in zip(ts, times[OURS], strict=True))
+            for name, ts in times.items()
+            if name != OURS
+        },
+    }
+    show(result)
+    return result
+
+
+def bytes_per_logit(rows: int, classes: int, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Main-memory traffic by count, forward and backward of the mean.
+
+    Floor: read the logit, write its gradient. On a CPU ours is the same while a block of rows fits
+    the cache: mean, slopes and correction are made there, and backward hands the gradient on. (The
+    cache line that a write fetches first is not counted, on either side.) On a GPU it is the
+    kernel's own count, which exceeds the floor where a row does not fit on chip.
+    """
+    floor = ours = float(2 * dtype.itemsize)
+    if device == "cuda":
+        from proofread.linear_core.kernels import bytes_moved
+
+        ours = bytes_moved(rows, classes, dtype, weighted=True) / (rows * classes)
+    return {"floor": floor, "linear_core_loss": float(f"{ours:.4g}")}
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    """Seconds of one call."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def spread(values: Iterator[float]) -> dict[str, float]:
+    numbers = list(values)
+    return {
+        "median": float(f"{statistics.median(numbers):.4g}"),
+        "min": float(f"{min(numbers):.4g}"),
+        "max": float(f"{max(numbers):.4g}"),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"\n{result['shape']} {result['dtype']}, {result['rounds']} rounds: time / our time")
+    for name, ratio in result["times_ours"].items():
+        print(f"  {ratio['median']:7.3f}  [{ratio['min']:.3f}, {ratio['max']:.3f}]  {name}")
+    print(f"  ours: {result['milliseconds'][OURS]['median']} ms", flush=True)
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions and the kind of machine: nothing that names it."""
+    packages = {"torch": torch.__version__, "numpy": metadata.version("numpy")}
+    try:
+        packages["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        packages["triton"] = "absent"
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Tables of the experiments chapter: accuracies, gains, measured ratios."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkout import find_in_checkout
+from ..stats import Estimate, mean_interval, paired_difference
+from ..tables import Table
+from .training import LOSSES, Comparison
+
+
+def accuracy_table(comparison: Comparison, note: str) -> Table:
+    """Mean test accuracy in percent with its 95 % interval, a row a loss and noise rate."""
+    keys = list(dict.fromkeys((run.rate, run.loss) for run in comparison.runs))
+    rows = []
+    for rate, loss in keys:
+        accuracy = mean_interval(100 * comparison.accuracies(loss, rate))
+        runs = [run for run in comparison.runs if (run.rate, run.loss) == (rate, loss)]
+        fit = 100 * np.mean([run.fit for run in runs])
+        flipped = 100 * np.mean([run.flipped for run in runs])
+        interval = f"{accuracy.value:.1f} [{accuracy.low:.1f}, {accuracy.high:.1f}]"
+        cells = (interval, f"{fit:.0f}", f"{runs[0].lr:g}", len(runs))
+        rows.append((f"{rate:.0%}", f"{flipped:.0f}", LOSSES[loss].name, *cells))
+    columns = ("noise", "flipped %", "loss", "test accuracy %", "fit to given labels %")
+    return Table((*columns, "learning rate", "seeds"), rows, note)
+
+
+def gain(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """Mean of a − b in percentage points over paired seeds, with its 95 % interval."""
+    return paired_difference(100 * a, 100 * b)
+
+
+def gain_table(comparison: Comparison, loss: str, others: Sequence[str], note: str) -> Table:
+    """Gains of one loss over the others at each noise rate, in points, with 95 % intervals."""
+    rates = list(dict.fromkeys(run.rate for run in comparison.runs))
+    rows = []
+    for rate in rates:
+        ours = comparison.accuracies(loss, rate)
+        gains = [gain(ours, comparison.accuracies(other, rate)) for other in others]
+        shown = [f"{g.value:+.1f} [{g.low:+.1f}, {g.high:+.1f}]" for g in gains]
+        rows.append((f"{rate:.0%}", *shown))
+    columns = [f"{LOSSES[loss].name} over {LOSSES[other].name}, points" for other in others]
+    return Table(("noise", *columns), rows, note)
+
+
+def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table:
+    """The recorded times of the peers, divided by ours: above 1, ours is faster.
+
+    Args:
+        folder: holds ``linear_core.json`` and ``environment.json``, as ``make bench`` writes them;
+            by default the checkout's ``benchmarks/results``.
+        dtype: which cases to show.
+
+    Raises:
+        FileNotFoundError: nothing is recorded there; the message names the remedy.
+    """
+    try:
+        folder = folder or find_in_checkout("benchmarks/results")
+        result = json.loads((folder / "linear_core.json").read_text("utf-8"))
+        machine = json.loads((folder / "environment.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error.filename or error}: run `make bench`") from error
+    cases = [case for case in result["cases"] if case["dtype"] == dtype]
+    names = list(dict.fromkeys(name for case in cases for name in case["times_ours"]))
+    rows = [(name, *(_ratio(case, name) for case in cases)) for name in names]
+    shapes = [f"{n:,} × {k:,}" for n, k in (case["shape"] for case in cases)]
+    note = (
+        f"time / time of linear_core_loss, forward and backward, {dtype}: median [min, max] of "
+        f"{cases[0]['rounds']} interleaved runs on {machine['threads']} thread of a "
+        f"{machine['machine']} machine ({machine['instructions']}), "
+        f"torch {machine['packages']['torch']}"
+    )
+    return Table(("contender", *shapes), rows, note)
+
+
+def _ratio(case: dict[str, Any], name: str) -> str:
+    if name not in case["times_ours"]:
+        return "–"
+    ratio = case["times_ours"][name]
+    return f"{ratio['median']:.2f} [{ratio['min']:.2f}, {ratio['max']:.2f}]"
+
+
+def at_edge(comparison: Comparison) -> Sequence[str]:
+    """Losses whose learning rate was the grid's smallest or largest: a grid too narrow."""
+    return [f"{c.loss} at {c.rate:.0%}" for c in comparison.choices if c.at_edge]

@@ -157,7 +157,7 @@ def test_rule_shows_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert record["verdict"] == "holds at reduced scale"
     assert list(record["control"]) == ["down", "up"], "in the order of claims.yml"
     assert 'id="claim-demo-gain"' in shown["text/html"]
-    assert "1.23 [0.5, 2] points" in shown["text/plain"]
+    assert "1.23 [0.5, 2] (points)" in shown["text/plain"]
 
 
 def test_the_verdict_uses_the_unrounded_value(

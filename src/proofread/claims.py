@@ -360,7 +360,7 @@ class Ruling:
         claim, digits = self.claim, self.claim.digits
         lines = [
             f"{VERDICTS[self.verdict]} {self.slug}/{claim.id}: {self.verdict} ({self.reason})",
-            f"  measured: {self.span.show(digits)} {claim.unit}",
+            f"  measured: {self.span.show(digits)} ({claim.unit})",
             f"  accept: {claim.accept}   refute: {claim.refute}",
         ]
         for name, span in self.controls.items():
@@ -371,7 +371,7 @@ class Ruling:
     def _rows(self) -> list[tuple[str, str]]:
         claim, digits = self.claim, self.claim.digits
         rows = [
-            ("measured", f"{self.span.show(digits)} {claim.unit} — {claim.measure}"),
+            ("measured", f"{self.span.show(digits)} ({claim.unit}) — {claim.measure}"),
             ("rule", f"accept {claim.accept}; refute {claim.refute}"),
         ]
         for name, span in self.controls.items():

@@ -37,7 +37,7 @@ class Entry:
             return ""
         value, low, high = (self.record[key] for key in ("value", "low", "high"))
         interval = "" if low == high else f" [{low:g}, {high:g}]"
-        return f"{value:g}{interval} {self.record['unit']}"
+        return f"{value:g}{interval} ({self.record['unit']})"
 
 
 @dataclass(frozen=True)

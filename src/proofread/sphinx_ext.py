@@ -8,6 +8,7 @@ its cost. Once the pages are written, faults of the stock theme are mended in th
 
 from __future__ import annotations
 
+import html
 import re
 import zlib
 from collections import Counter
@@ -86,10 +87,10 @@ def _css(verdict: str) -> str:
 def _table(head: list[str], rows: list[list[nodes.Node | str]], *classes: str) -> nodes.table:
     """A table with a head; each cell is text, an inline node, or a block."""
     group = nodes.tgroup(cols=len(head))
-    group += [nodes.colspec(colwidth=1) for _ in head]
+    group += [nodes.colspec(colwidth=24) for _ in head]  # for text; a browser fits its own
     group += nodes.thead("", _row(list(head)))
     group += nodes.tbody("", *(_row(row) for row in rows))
-    return nodes.table("", group, classes=list(classes))
+    return nodes.table("", group, classes=["colwidths-auto", *classes])
 
 
 def _row(cells: list[nodes.Node | str]) -> nodes.row:
@@ -164,6 +165,8 @@ class ClaimsDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         slug = self.arguments[0] if self.arguments else None
         try:
+            if slug and "/" in slug:
+                raise NotebookError(f"{slug!r} is no chapter: give its name alone")
             root = find_root(Path(self.env.srcdir))
             _depend(self.env, root, books(root, slug))
             found = chapters(root, slug)
@@ -253,8 +256,8 @@ class ClaimsDirective(SphinxDirective):
         quote = _paragraph("“", *self.parsed(claim.quote), "”", classes=("pr-quote",))
         made += _filled(quote, nodes.Text(" "), _inline(f"— {claim.source}", "pr-source"))
         made += _fields(_headline(entry))
-        if rules := _fields(_how_ruled(chapter, entry)):
-            made += details("", rules, summary="how it is ruled")
+        if rules := _how_ruled(chapter, entry):
+            made += details("", _fields(rules), summary="how it is ruled")
         return made
 
     def parsed(self, text: str) -> list[nodes.Node]:
@@ -271,11 +274,13 @@ def _headline(entry: Entry) -> list[tuple[str, nodes.Node | str]]:
     if not entry.record:
         state = "rules fixed, no result yet" if claim.ruled_in else "no rules yet"
         return [("state", state)]
-    return [
+    facts: list[tuple[str, nodes.Node | str]] = [
         ("measured", entry.measured()),
         ("rule", f"accept {claim.accept}; refute {claim.refute}"),
-        ("why", entry.record["reason"]),
     ]
+    if entry.verdict != "verified":
+        facts.append(("why", entry.record["reason"]))
+    return facts
 
 
 def _how_ruled(chapter: Chapter, entry: Entry) -> list[tuple[str, nodes.Node | str]]:
@@ -285,7 +290,8 @@ def _how_ruled(chapter: Chapter, entry: Entry) -> list[tuple[str, nodes.Node | s
         return []
     facts: list[tuple[str, nodes.Node | str]] = [
         ("kind", claim.kind),
-        ("measure", f"{claim.measure}, in {claim.unit}" if claim.measure else ""),
+        ("measure", claim.measure or ""),
+        ("unit", claim.unit or ""),
     ]
     if claim.accept and not entry.record:
         facts.append(("rule", f"accept {claim.accept}; refute {claim.refute}"))
@@ -363,9 +369,14 @@ def _pins(stamps: Mapping[Notebook, dict[str, Any]]) -> nodes.table:
         for pin in stamp.get("fingerprint", {}).get("pins", {}).items():
             users.setdefault(pin, []).append(notebook.name)
     rows: list[list[nodes.Node | str]] = [
-        [package, version, ", ".join(names)] for (package, version), names in sorted(users.items())
+        [package, version, _some(names)] for (package, version), names in sorted(users.items())
     ]
     return _table(["package", "version", "used by"], rows, "pr-pins")
+
+
+def _some(names: list[str]) -> str:
+    """A few names in full, many as a number."""
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} notebooks"
 
 
 # --- every chapter notebook ---------------------------------------------------------------------
@@ -478,26 +489,26 @@ def on_docstring(
 
 @dataclass(frozen=True)
 class Mend:
-    """A rewrite of built pages: where ``where`` is found, ``pattern`` has to be found too."""
+    """A rewrite of built pages. ``trace`` finds the fault; after the rewrite it finds nothing."""
 
     fault: str
+    trace: str
     pattern: str
     replacement: str
-    where: str = "<html"
+    everywhere: bool = True
 
     def apply(self, page: str, name: str) -> str:
         """The mended page.
 
         Raises:
-            ExtensionError: the text to mend is gone: the theme changed.
+            ExtensionError: the text to mend is gone, or the fault is still there afterwards.
         """
-        if not re.search(self.where, page):
-            return page
         mended, count = re.subn(self.pattern, self.replacement, page, flags=re.DOTALL)
-        if not count:
+        if (self.everywhere and not count) or re.search(self.trace, mended):
+            state = "is still there" if count else "is written otherwise now, or gone"
             raise ExtensionError(
-                f"{name}: the mend for {self.fault!r} found nothing to rewrite; "
-                "the theme changed: look whether the fault is gone, then mend or drop the mend"
+                f"{name}: {self.fault!r} {state}: the theme changed; look at the page, then "
+                "adapt or drop this mend in sphinx_ext.py"
             )
         return mended
 
@@ -505,50 +516,69 @@ class Mend:
 MENDS = (
     # Thebe would run cells on an outside server. Nothing here starts it; its settings name an
     # outside address, and they are written twice, which is an error in the console.
-    Mend("Thebe's settings", r"\s*<script>const THEBE_JS_URL = [^<]*</script>", ""),
-    Mend("Thebe's script", r'\s*<script [^>]*src="[^"]*/sphinx-thebe\.js[^"]*"></script>', ""),
-    Mend("Thebe's style", r'\s*<link [^>]*href="[^"]*/sphinx-thebe\.css[^"]*" />', ""),
     Mend(
-        "Thebe's kernel",
-        r'\s*<script type="text/x-thebe-config">.*?</script>\s*<script>kernelName = .*?</script>',
-        "",
-        where="x-thebe-config|kernelName",
+        "Thebe",
+        trace=r"<script[^>]*>\s*(const THEBE_JS_URL|kernelName)|x-thebe-config|/sphinx-thebe\.",
+        pattern=r"\s*(<script>(const THEBE_JS_URL|kernelName) = [^<]*</script>"
+        r'|<script type="text/x-thebe-config">.*?</script>'
+        r'|<script [^>]*src="[^"]*/sphinx-thebe\.js[^"]*"></script>'
+        r'|<link [^>]*href="[^"]*/sphinx-thebe\.css[^"]*" />)',
+        replacement="",
     ),
     # Browsers refuse to preload fonts from file://; the style sheet loads them anyway.
-    Mend("blocked font preloads", r'\s*<link rel="preload" as="font"[^>]*/>', ""),
+    Mend(
+        "blocked font preloads",
+        trace=r'<link[^>]* as="font"',
+        pattern=r'\s*<link rel="preload" as="font"[^>]*/>',
+        replacement="",
+    ),
     # "auto" is no colour scheme that the style sheet knows: ask for the reader's, without a flash.
     Mend(
         "invalid theme mode",
-        r'localStorage\.getItem\("theme"\) \|\| "auto"',
-        'localStorage.getItem("theme") || '
-        '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")',
+        trace=r'dataset\.theme = localStorage\.getItem\("theme"\) \|\| "',
+        pattern=r'(dataset\.theme = localStorage\.getItem\("theme"\)) \|\| "auto"',
+        replacement=r'\1 || (matchMedia("(prefers-color-scheme: dark)").matches'
+        ' ? "dark" : "light")',
     ),
     # Accessibility: roles without their required children, controls without a name.
     Mend(
-        "citation list's role",
-        '<div role="list" class="citation-list">',
-        '<div class="citation-list">',
-        "citation-list",
-    ),
-    Mend("citation's role", ' role="doc-biblioentry"', "", 'class="citation"'),
-    Mend(
-        "unnamed toggles",
-        '<summary><span class="toctree-toggle"',
-        '<summary aria-label="its pages"><span class="toctree-toggle"',
-        "toctree-toggle",
+        "roles of the bibliography",
+        trace=r'role="doc-biblioentry"|role="list"[^>]*class="citation-list"',
+        pattern=r' role="doc-biblioentry"|(?<=<div) role="list"(?= class="citation-list")',
+        replacement="",
+        everywhere=False,
     ),
     Mend(
-        "sidebar's role",
-        '<div class="bd-sidebar-primary bd-sidebar',
-        '<div role="region" aria-label="Book" class="bd-sidebar-primary bd-sidebar',
+        "toggles without a name",
+        trace=r"<summary>\s*<",
+        pattern=r'<summary>(?=<span class="toctree-toggle")',
+        replacement='<summary aria-label="its pages">',
+        everywhere=False,
+    ),
+    Mend(
+        "sidebar without a role",
+        trace=r'<div class="bd-sidebar-primary',
+        pattern='<div (?=class="bd-sidebar-primary)',
+        replacement='<div role="region" aria-label="Book" ',
     ),
 )
 MARK = "<!-- mended by proofread -->"
+REDIRECT = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<title>{title}</title>
+<meta http-equiv="refresh" content="0; url={first}" />
+</head>
+<body><p><a href="{first}">{title}</a></p></body>
+</html>
+"""
 
 
 def mend(page: str, name: str) -> str:
     """A built page with every fault mended; one that is mended already stays as it is."""
-    if page.startswith(MARK) or MARK in page:
+    if MARK in page:
         return page
     for one in MENDS:
         page = one.apply(page, name)
@@ -559,18 +589,33 @@ def pages(out: Path) -> Iterator[Path]:
     """The built pages; the theme's own templates and the redirect are none."""
     for path in sorted(out.rglob("*.html")):
         inside = path.relative_to(out).as_posix()
-        if not inside.startswith("_") and "<html" in path.read_text("utf-8"):
+        if not inside.startswith("_") and inside != "index.html":
             yield path
+
+
+def mend_pages(app: Sphinx) -> None:
+    """Mend what was written, drop pages whose source is gone, and write a whole ``index.html``."""
+    out = Path(app.outdir)
+    indices = [entry[0] for entry in getattr(app.builder, "domain_indices", [])]
+    names = {*app.env.found_docs, "index", "genindex", "search", *indices}
+    for path in pages(out):
+        if path.relative_to(out).with_suffix("").as_posix() not in names:
+            path.unlink()
+            continue
+        text = path.read_text("utf-8")
+        if (mended := mend(text, path.name)) != text:
+            path.write_text(mended, "utf-8")
+    if app.config.root_doc != "index":
+        title, first = html.escape(app.config.project), f"{app.config.root_doc}.html"
+        (out / "index.html").write_text(REDIRECT.format(title=title, first=first), "utf-8")
 
 
 def on_build_finished(app: Sphinx, exception: Exception | None) -> None:
     """Mend the pages, write the ledger, and forget a build that had warnings."""
-    if exception is not None or app.builder.format != "html":
+    if exception is not None or app.builder.name != "html":
         return
-    for path in pages(Path(app.outdir)):
-        text = path.read_text("utf-8")
-        if (mended := mend(text, path.name)) != text:
-            path.write_text(mended, "utf-8")
+    if app.config.html_theme == "sphinx_book_theme":
+        mend_pages(app)
     try:
         write_json(find_root(Path(app.srcdir)))
     except (NotebookError, ClaimError) as error:

@@ -108,8 +108,8 @@ def regrets(surrogate: Surrogate, eta: NDArray[np.float64], h: NDArray[np.float6
 def attack(surrogate: Surrogate, trials: int, seed: int) -> tuple[float, Regrets]:
     """Search for a prediction that breaks the linear bound.
 
-    Half of the trials are spread out (η uniform, |h| from 10⁻³ to 10), half are aimed at the worst
-    case that the proof leaves open: η near ½ and h just across 0.
+    Half of the trials are spread out (η uniform, ``|h|`` from 10⁻³ to 10), half are aimed at the
+    worst case that the proof leaves open: η near ½ and h just across 0.
 
     Returns:
         The largest ``τ·(0–1 regret)/(surrogate regret)`` found (τ = 1 for a reference surrogate),

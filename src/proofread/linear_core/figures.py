@@ -65,7 +65,7 @@ def draw_accuracies(
     """Test accuracy of each loss at each noise rate: every seed, the mean and its 95 % interval."""
     from ..plotting import figure
 
-    fig, panels = figure(ncols=len(rates), sharex=True)
+    fig, panels = figure(ncols=len(rates), sharex=True, sharey=True, height=2.6)
     for axes, rate in zip(np.atleast_1d(panels), rates, strict=True):
         for row, loss in enumerate(losses):
             accuracy = 100 * comparison.accuracies(loss, rate)  # [S], percent
@@ -75,14 +75,15 @@ def draw_accuracies(
             axes.errorbar(
                 [mean.value], [row], xerr=arms, fmt="o", capsize=4, label=LOSSES[loss].name
             )
-        axes.set(xlabel="accuracy on clean test labels (%)", ylabel=f"noise {rate:.0%}")
+        axes.set(xlabel=f"test accuracy (%), {rate:.0%} noise", ylabel="training loss")
         axes.set_yticks(range(len(losses)), [LOSSES[loss].name for loss in losses])
         axes.set_ylim(-0.5, len(losses) - 0.3)
+        axes.label_outer()
     return fig
 
 
 def draw_slopes(slopes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """Histograms of the margin slope |ℓ′| on clean and on flipped samples, one panel a loss."""
+    """Histograms of the margin slope ``|ℓ′|`` on clean and on flipped samples, one panel a loss."""
     from ..plotting import figure
 
     bins = np.linspace(0, 1, 21)

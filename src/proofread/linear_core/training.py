@@ -653,6 +653,6 @@ def _check_comparison(
 
 
 def _progress(total: int, what: str) -> Any:
-    from tqdm.auto import tqdm
+    from tqdm import tqdm  # tqdm.auto would warn on stderr in a kernel without ipywidgets
 
     return tqdm(total=total, desc=what, disable=None)  # silent where nobody watches

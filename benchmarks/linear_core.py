@@ -8,7 +8,8 @@ says where, reports no speed, writes nothing and exits with 1.
 Method: one process, one thread, the contenders take turns (interleaved) and each ratio is that of
 two neighbours in time; medians over the rounds with min and max, and an A/A row (our loss against
 itself) that shows what a ratio of 1 looks like here. Results go to ``linear_core.json`` beside
-``environment.json`` (with ``-cuda`` in the names on a GPU).
+``environment.json`` (with ``-cuda`` in the names on a GPU). ``linear_core_kernels.json`` holds what
+the Triton kernel takes on two GPU generations, compiled ahead of time without a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     suffix = "" if options.device == "cpu" else f"-{options.device}"
     write(options.out / f"linear_core{suffix}.json", {"gate": "green", "cases": cases})
     write(options.out / f"environment{suffix}.json", environment(options.device))
-    print(f"wrote linear_core{suffix}.json and environment{suffix}.json")
+    write(options.out / "linear_core_kernels.json", kernels(options))
+    print(f"wrote linear_core{suffix}.json, environment{suffix}.json and linear_core_kernels.json")
     return 0
 
 
@@ -221,6 +225,23 @@ def show(result: dict[str, Any]) -> None:
     for name, ratio in result["times_ours"].items():
         print(f"  {ratio['median']:7.3f}  [{ratio['min']:.3f}, {ratio['max']:.3f}]  {name}")
     print(f"  ours: {result['milliseconds'][OURS]['median']} ms", flush=True)
+
+
+# --- the kernel, compiled ahead of time -----------------------------------------------------------
+
+
+def kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Resources of the Triton kernel on two GPU generations; compiled here, run nowhere."""
+    if find_spec("triton") is None:
+        print("no triton on this platform: the kernel's resources are left out")
+        return []
+    from proofread.linear_core.kernels import kernel_spec
+    from proofread.triton_support import compile_reports
+
+    dtypes = (torch.float32, torch.bfloat16)
+    sizes = (1000,) if options.quick else (1000, 32000)
+    specs = [kernel_spec(k, dtype) for k in sizes for dtype in dtypes]
+    return [asdict(report) for report in compile_reports(specs)]
 
 
 # --- records --------------------------------------------------------------------------------------

@@ -60,12 +60,8 @@ def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table
     Raises:
         FileNotFoundError: nothing is recorded there; the message names the remedy.
     """
-    try:
-        folder = folder or find_in_checkout("benchmarks/results")
-        result = json.loads((folder / "linear_core.json").read_text("utf-8"))
-        machine = json.loads((folder / "environment.json").read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error.filename or error}: run `make bench`") from error
+    result = _recorded("linear_core.json", folder)
+    machine = _recorded("environment.json", folder)
     cases = [case for case in result["cases"] if case["dtype"] == dtype]
     names = list(dict.fromkeys(name for case in cases for name in case["times_ours"]))
     rows = [(name, *(_ratio(case, name) for case in cases)) for name in names]
@@ -77,6 +73,31 @@ def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table
         f"torch {machine['packages']['torch']}"
     )
     return Table(("contender", *shapes), rows, note)
+
+
+def kernel_table(folder: Path | None = None) -> Table:
+    """What the Triton kernel takes on each GPU generation, compiled ahead of time.
+
+    Raises:
+        FileNotFoundError: nothing is recorded there; the message names the remedy.
+    """
+    rows = []
+    for kernel in _recorded("linear_core_kernels.json", folder):
+        spills = kernel["spill_stores_bytes"] + kernel["spill_loads_bytes"]
+        widest = [max(map(int, kernel[key])) for key in ("global_loads", "global_stores")]
+        facts = (kernel["registers"], spills, kernel["shared_bytes"], kernel["instructions"])
+        rows.append((kernel["kernel"], f"sm_{kernel['capability']}", *facts, *widest))
+    columns = ("kernel", "GPU", "registers", "spilled bytes", "shared bytes", "instructions")
+    note = "compiled ahead of time, run on no GPU; registers are per thread, widths in bits"
+    return Table((*columns, "widest load", "widest store"), rows, note)
+
+
+def _recorded(name: str, folder: Path | None) -> Any:
+    try:
+        folder = folder or find_in_checkout("benchmarks/results")
+        return json.loads((folder / name).read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error.filename or error}: run `make bench`") from error
 
 
 def _ratio(case: dict[str, Any], name: str) -> str:

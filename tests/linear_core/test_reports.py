@@ -83,8 +83,8 @@ def test_benchmark_table_names_the_remedy(tmp_path: Path) -> None:
 def test_the_figures_draw_what_they_are_given(comparison: Comparison) -> None:
     fig = figures.draw_accuracies(comparison, ["cross_entropy", "linear_core"], [0.4])
     digest = show(fig, note="made up").digest
-    assert "70, 72" in digest
-    assert "75, 79" in digest
+    assert "y 70, 72" in digest
+    assert "y 75, 79" in digest
     surrogates = {"lc": LinearCore(), "hinge": reference_surrogate("hinge")}
     assert "y -1 to 0" in show(figures.draw_surrogates(surrogates)).digest
     assert '"lc"' in show(figures.draw_calibration(surrogates)).digest

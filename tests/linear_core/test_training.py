@@ -19,12 +19,14 @@ from proofread.linear_core.training import (
     Loss,
     Recipe,
     Run,
+    average_pool,
     choose_learning_rate,
     compare_losses,
     find_loss,
     gradient_magnitudes,
     linear_core_entry,
     margin_slopes,
+    slope_samples,
     standardise,
     train_classifier,
     train_ensemble,
@@ -338,3 +340,27 @@ def test_labels_must_match_features():
 def test_run_is_plain_data():
     run = Run("hinge", 0.4, 0, False, 0.1, 0.39, 0.8, 0.5)
     assert dataclasses.asdict(run)["accuracy"] == 0.8
+
+
+def test_average_pool_by_hand():
+    images = np.arange(32, dtype=np.float32).reshape(2, 4, 4)
+    pooled = average_pool(images, 2)
+    assert pooled.tolist() == [[[2.5, 4.5], [10.5, 12.5]], [[18.5, 20.5], [26.5, 28.5]]]
+    assert (average_pool(images, 1) == images).all()
+    for bad, factor in ((images, 3), (images, 0), (images[0], 2)):
+        with pytest.raises(ValueError, match="must divide"):
+            average_pool(bad, factor)
+
+
+def test_slope_samples_split_by_flips():
+    x, y = blobs(400)
+    recipe = Recipe(hidden=8, epochs=4, batch_size=20)
+    rates = {"cross_entropy": 0.05, "linear_core": 0.05}
+    found = slope_samples(x, y, learning_rates=rates, rate=0.3, seed=3, recipe=recipe)
+    assert list(found) == list(rates)
+    for clean, flipped in found.values():
+        assert len(clean) + len(flipped) == 400
+        assert 60 < len(flipped) < 180
+        assert flipped.mean() > clean.mean(), "wrong labels pull harder"
+        assert min(clean.min(), flipped.min()) >= 0
+        assert max(clean.max(), flipped.max()) <= 1

@@ -62,23 +62,27 @@ def draw_regrets(found: Mapping[str, Regrets], shown: int = 1500) -> Figure:
 def draw_accuracies(
     comparison: Comparison, losses: Sequence[str], rates: Sequence[float]
 ) -> Figure:
-    """Test accuracy of each loss at each noise rate: every seed, the mean and its 95 % interval."""
-    from ..plotting import figure
+    """Test accuracy against the noise rate: every seed, and each loss's mean with 95 % interval."""
+    from ..plotting import COLOURS, LINE_COLOURS, figure
 
-    fig, panels = figure(ncols=len(rates), sharex=True, sharey=True, height=2.6)
-    for axes, rate in zip(np.atleast_1d(panels), rates, strict=True):
-        for row, loss in enumerate(losses):
-            accuracy = 100 * comparison.accuracies(loss, rate)  # [S], percent
-            mean = mean_interval(accuracy)
-            arms = [[mean.value - mean.low], [mean.high - mean.value]]
-            axes.plot(accuracy, np.full(len(accuracy), row + 0.2), ".", color="0.45", label="seeds")
-            axes.errorbar(
-                [mean.value], [row], xerr=arms, fmt="o", capsize=4, label=LOSSES[loss].name
-            )
-        axes.set(xlabel=f"test accuracy (%), {rate:.0%} noise", ylabel="training loss")
-        axes.set_yticks(range(len(losses)), [LOSSES[loss].name for loss in losses])
-        axes.set_ylim(-0.5, len(losses) - 0.3)
-        axes.label_outer()
+    fig, axes = figure(height=3.4)
+    styles = zip(losses, LINE_COLOURS, "osD^v", strict=False)
+    for number, (loss, colour, marker) in enumerate(styles):
+        at = 100 * np.asarray(rates) + 0.9 * (number - (len(losses) - 1) / 2)  # side by side
+        accuracy = np.array([100 * comparison.accuracies(loss, rate) for rate in rates])  # [R, S]
+        means = [mean_interval(row) for row in accuracy]
+        arms = [[m.value - m.low for m in means], [m.high - m.value for m in means]]
+        style = {
+            "color": COLOURS[colour],
+            "marker": marker,
+            "capsize": 4,
+            "label": LOSSES[loss].name,
+        }
+        axes.plot(np.repeat(at, accuracy.shape[1]), accuracy.ravel(), ".", color="0.6", zorder=1)
+        axes.errorbar(at, [m.value for m in means], yerr=arms, zorder=2, **style)
+    axes.set(xlabel="training labels with noise (%)", ylabel="accuracy on clean test labels (%)")
+    axes.set_xticks([100 * rate for rate in rates])
+    axes.legend(loc="lower left")
     return fig
 
 

@@ -43,10 +43,14 @@ def gain_table(comparison: Comparison, loss: str, others: Sequence[str], note: s
     for rate in rates:
         ours = comparison.accuracies(loss, rate)
         gains = [gain(ours, comparison.accuracies(other, rate)) for other in others]
-        shown = [f"{g.value:+.1f} [{g.low:+.1f}, {g.high:+.1f}]" for g in gains]
+        shown = [f"{_signed(g.value)} [{_signed(g.low)}, {_signed(g.high)}]" for g in gains]
         rows.append((f"{rate:.0%}", *shown))
     columns = [f"{LOSSES[loss].name} over {LOSSES[other].name}, points" for other in others]
     return Table(("noise", *columns), rows, note)
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}"  # no minus before a rounded zero
 
 
 def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table:

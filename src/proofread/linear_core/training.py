@@ -145,7 +145,7 @@ class Recipe:
     epochs: int = 8
     batch_size: int = 100
     momentum: float = 0.9
-    lr_grid: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
+    lr_grid: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
 
     def __post_init__(self) -> None:
         for name in ("hidden", "batch_size"):
@@ -429,6 +429,19 @@ def standardise(x_train: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np
         raise ValueError("x_train must be finite and not constant")
     train, test = ((part - mean) / deviation for part in parts)
     return train, test
+
+
+def average_pool(images: np.ndarray, factor: int) -> np.ndarray:
+    """Means over ``factor × factor`` squares: ``[n, H, W]`` to ``[n, H/factor, W/factor]``.
+
+    Raises:
+        ValueError: ``images`` is no ``[n, H, W]``, or ``factor`` does not divide H and W.
+    """
+    if images.ndim != 3 or factor < 1 or any(side % factor for side in images.shape[1:]):
+        raise ValueError(f"factor={factor} must divide the sides of images {images.shape}")
+    n, height, width = images.shape
+    squares = images.reshape(n, height // factor, factor, width // factor, factor)
+    return squares.mean(axis=(2, 4), dtype=np.float64)
 
 
 def choose_learning_rate(

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports numpy, torch or matplotlib.
-for _name, _value in {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "MPLBACKEND": "Agg",
-}.items():
-    os.environ.setdefault(_name, _value)
+from proofread.notebooks import KERNEL_ENVIRONMENT
+
+# Before anything imports numpy, torch or matplotlib; nbval's kernels inherit it, so that they run
+# under the same settings as the execution that they repeat.
+os.environ.update(KERNEL_ENVIRONMENT)
+os.environ.setdefault("MPLBACKEND", "Agg")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

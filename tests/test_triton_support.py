@@ -396,6 +396,7 @@ def run_marked(folder: Path, **environment: str) -> str:
         cwd=folder,
         env=os.environ
         | {"CHROMIUM": "no-such-browser", "CUDA_VISIBLE_DEVICES": "", **PLUGINS}
+        | {"PROOFREAD_REQUIRE_BROWSER": "0"}
         | environment,
         capture_output=True,
         text=True,

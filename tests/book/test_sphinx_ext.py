@@ -251,7 +251,7 @@ def test_ledger_shows_the_rule_and_the_value(rendered: Small) -> None:
         "A <b>Title",
         "Ada, Bob · ICML · arXiv 1.2",
         "measured",
-        "1.25 ratio",
+        "1.25 (ratio)",
         "accept ≥ 1; refute < 0.9",
         "at the paper’s scale",
         "0.5, expected [0, 0.6] — half of it",

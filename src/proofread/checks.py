@@ -19,6 +19,7 @@ from .ledger import rulings
 from .notebooks import Notebook, NotebookError
 
 MAX_CELL_LINES = 15
+MAX_LINE = 80  # what a page shows without scrolling
 MAX_FIGURE_BYTES = 80_000
 MAX_CHAPTER_FIGURE_BYTES = 1_000_000
 
@@ -157,6 +158,9 @@ def check_code(notebook: Notebook) -> Iterator[Problem]:
         if len(lines) > MAX_CELL_LINES:
             fault = f"cell {number} has {len(lines)} lines, over {MAX_CELL_LINES}"
             yield Problem(where, fault, "move its logic into the chapter's package")
+        if (longest := max(map(len, lines), default=0)) > MAX_LINE:
+            fault = f"cell {number} has a line of {longest} characters, over {MAX_LINE}"
+            yield Problem(where, fault, "break the line: a page would have to scroll")
         try:
             tree = ast.parse(nb_.strip_magics(cell.source))
         except SyntaxError as error:

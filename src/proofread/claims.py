@@ -160,10 +160,8 @@ class Span:
         return {key: float(f"{number:.{digits}g}") for key, number in ends.items()}
 
     def show(self, digits: int) -> str:
-        shown = f"{self.value:.{digits}g}"
-        if self.low == self.high:
-            return shown
-        return f"{shown} [{self.low:.{digits}g}, {self.high:.{digits}g}]"
+        shown, low, high = (f"{x:.{digits}g}" for x in (self.value, self.low, self.high))
+        return shown if low == high else f"{shown} [{low}, {high}]"
 
 
 class _Model(BaseModel):

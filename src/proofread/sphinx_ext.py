@@ -243,7 +243,10 @@ class ClaimsDirective(SphinxDirective):
         return [source, _paragraph(chapter.file.summary), total]
 
     def entry(self, chapter: Chapter, entry: Entry, anchor: str | None = None) -> nodes.Node:
-        """One claim: verdict, our sentence, the paper's words, the value, and how it was ruled."""
+        """One claim: verdict and our sentence; then the paper's words, the value, and the rule.
+
+        In a chapter's box, which has no anchors, all but the first line is folded.
+        """
         claim = entry.claim
         made = nodes.container(classes=["pr-claim", _css(entry.verdict)])
         if anchor:
@@ -254,11 +257,15 @@ class ClaimsDirective(SphinxDirective):
         badge = _to_anchor(entry.anchor, badge) if entry.record else badge
         made += _paragraph(badge, " ", nodes.strong("", claim.says), classes=("pr-says",))
         quote = _paragraph("“", *self.parsed(claim.quote), "”", classes=("pr-quote",))
-        made += _filled(quote, nodes.Text(" "), _inline(f"— {claim.source}", "pr-source"))
-        made += _fields(_headline(entry))
-        if rules := _how_ruled(chapter, entry):
-            made += details("", _fields(rules), summary="how it is ruled")
-        return made
+        words = _filled(quote, nodes.Text(" "), _inline(f"— {claim.source}", "pr-source"))
+        facts, rules = _fields(_headline(entry)), _fields(_how_ruled(chapter, entry))
+        if anchor:
+            folded = [details("", rules, summary="how it is ruled")] if len(rules) else []
+            return _filled(made, words, facts, *folded)
+        summary = "the paper’s words"
+        if len(rules):  # a docutils node is true even when it is empty
+            summary += ", the rule" + (" and the value" if entry.record else "")
+        return _filled(made, details("", words, facts, rules, summary=summary))
 
     def parsed(self, text: str) -> list[nodes.Node]:
         """Inline markup (emphasis, math) as the page's own parser reads it."""

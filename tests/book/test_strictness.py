@@ -251,12 +251,13 @@ def test_a_figure_without_alt_text_and_a_long_cell(book: Book) -> None:
     book.edit(
         f"{EXPERIMENTS}.md",
         "frozen = mean",
-        "\n".join(f"x{i} = {i}" for i in range(16)) + "\nfrozen = mean",
+        "\n".join(f"x{i} = {i}" for i in range(16)) + "\n# " + 80 * "x" + "\nfrozen = mean",
     )
     assert book.proofread("run").returncode == 0
     said = book.problems()
     assert f"{EXPERIMENTS}.ipynb: cell 2 draws without name, caption and alt" in said
-    assert f"{EXPERIMENTS}.md: cell 2 has" in said
+    assert f"{EXPERIMENTS}.md: cell 2 has 23 lines, over 15" in said
+    assert f"{EXPERIMENTS}.md: cell 2 has a line of 82 characters, over 80" in said
 
 
 START_JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"

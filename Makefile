@@ -9,6 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 CHAPTER ?=
 PARAMS ?=
 FORCE ?=
+PORT ?= 8000
 BIN := .venv/bin
 OK := .venv/.ok
 say = @printf '\n== %s\n'
@@ -20,7 +21,7 @@ help:
 	@echo "make check   the same, with nbval only on notebooks that changed since they last passed"
 	@echo "make run     CHAPTER=slug[/notebook] [PARAMS=paper] [JOBS=n] [FORCE=1]  execute notebooks"
 	@echo "make bench   correctness gate, then benchmarks against peers, into benchmarks/results"
-	@echo "make serve   the rendered book on http://127.0.0.1:8000"
+	@echo "make serve   the rendered book on http://127.0.0.1:$(PORT)  [PORT=8000]"
 	@echo "make clean   remove _build; make distclean removes .venv as well"
 	@echo ".venv/bin/proofread --help lists: status, claims, run, check, data, new"
 
@@ -28,13 +29,14 @@ help:
 $(OK): requirements.txt pyproject.toml
 	@rm -f $(OK)
 	@echo "== setup: installing into .venv (2 to 10 minutes; 1 to 6 GB, see the README)"
+	@command -v $(PYTHON) >/dev/null || { echo "setup: FAILED: there is no $(PYTHON); install Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: FAILED: needs Python 3.11 or newer; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv \
 	  || { rm -rf .venv; echo "setup: FAILED: no venv; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	@$(BIN)/pip install -r requirements.txt && $(BIN)/pip install --no-deps --no-build-isolation -e . \
 	  && $(BIN)/pip check \
-	  || { echo "setup: FAILED: the installation did not finish (see above); run the command again"; exit 1; }
+	  || { echo "setup: FAILED: the installation did not finish ; the first error above says why"; exit 1; }
 	@touch $(OK)
 	@echo "setup: done"
 
@@ -91,7 +93,7 @@ bench: $(OK)
 
 serve: $(OK)
 	@test -f _build/html/index.html || { echo "serve: run make book first"; exit 1; }
-	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html 8000
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
 
 clean:
 	@rm -rf _build .pytest_cache .mypy_cache .ruff_cache .snakemake build src/*.egg-info

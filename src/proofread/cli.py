@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated
 
@@ -49,7 +48,7 @@ def claims(
 
     found = ledger.chapters(notebooks.find_root(), slug)
     if as_json:
-        typer.echo(json.dumps(ledger.as_json(found), indent=1, ensure_ascii=False))
+        typer.echo(ledger.as_text(found))
         return
     table = Table("claim", "verdict", "what it says", "measured", "accept", "ruled in")
     for entry in (entry for chapter in found for entry in chapter.entries):
@@ -90,7 +89,9 @@ def run(
         if not outcome.error:
             cost = notebooks.stamp_of(notebooks.read_pair(notebook.run_pair(params)))["run"]
         seconds, peak = (str(cost.get(key, "–")) for key in ("seconds", "peak_mb"))
-        table.add_row(notebook.name, outcome.error or "done", seconds, peak)
+        table.add_row(
+            notebook.name, "failed, see above" if outcome.error else "done", seconds, peak
+        )
     _print(table)
     failed = sum(bool(outcome.error) for outcome in outcomes)
     typer.echo(f"run: {len(outcomes) - failed} done, {failed} failed")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .claims import MIME, Claim, ClaimsFile, Interval, load_claims
+from .claims import MIME, Claim, ClaimsFile, load_claims
 from .notebooks import Notebook, NotebookError, books, find_root, read_pair, stamp_of
 
 
@@ -100,7 +100,7 @@ def as_json(ledger: list[Chapter]) -> list[dict[str, Any]]:
         {
             "claim": entry.ref,
             "paper": chapter.file.paper.model_dump(),
-            **{k: _plain(v) for k, v in entry.claim.model_dump().items() if k != "id"},
+            **_rules(entry.claim),
             "verdict": entry.verdict,
             "notebook": entry.notebook,
             "rules_commit": chapter.commits.get(entry.notebook or ""),
@@ -111,12 +111,20 @@ def as_json(ledger: list[Chapter]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Interval):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return value
+def _rules(claim: Claim) -> dict[str, Any]:
+    """The claim's fields as plain data; intervals in words, since JSON knows no infinity."""
+    plain = claim.model_dump(exclude={"id", "accept", "refute", "control"})
+    for side in ("accept", "refute"):
+        interval = getattr(claim, side)
+        plain[side] = None if interval is None else str(interval)
+    controls = claim.control.items()
+    plain["control"] = {k: {"change": c.change, "expect": str(c.expect)} for k, c in controls}
+    return plain
+
+
+def as_text(ledger: list[Chapter]) -> str:
+    """The ledger as JSON text, strictly valid."""
+    return json.dumps(as_json(ledger), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def write_json(root: Path | None = None) -> Path:
@@ -125,9 +133,18 @@ def write_json(root: Path | None = None) -> Path:
     path = root / "_build" / "claims.json"
     path.parent.mkdir(exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.part")
-    scratch.write_text(json.dumps(as_json(chapters(root)), indent=1, ensure_ascii=False) + "\n")
+    scratch.write_text(as_text(chapters(root)) + "\n")
     os.replace(scratch, path)
     return path
 
 
-__all__ = ["Chapter", "Entry", "NotebookError", "as_json", "chapters", "rulings", "write_json"]
+__all__ = [
+    "Chapter",
+    "Entry",
+    "NotebookError",
+    "as_json",
+    "as_text",
+    "chapters",
+    "rulings",
+    "write_json",
+]

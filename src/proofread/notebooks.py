@@ -345,7 +345,7 @@ def claims_commit(notebook: Notebook) -> str:
     if dirty or not commit:
         raise NotebookError(
             f"{relative} has rules that are not committed: commit it before its results exist "
-            f"(git add {relative} && git commit)"
+            f"(git add {relative} && git commit -m 'Rules')"
         )
     return commit
 
@@ -527,6 +527,7 @@ def _run_papermill(
     progress: bool,
 ) -> NotebookNode:
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.engines import papermill_engines
     from papermill.exceptions import PapermillExecutionError
 
@@ -555,10 +556,15 @@ def _run_papermill(
             f"{notebook.where}: cell {error.exec_count} raised {error.ename}: {error.evalue}{hint}"
             f"; the run is kept in {kept}"
         ) from error
-    except RuntimeError as error:  # nbclient's DeadKernelError among them
+    except DeadKernelError as error:
         raise NotebookError(
             f"{notebook.where}: the kernel died ({error}); if it was killed for memory, "
             f"lower the parameters: the limit is {memory_limit_mb} MiB"
+        ) from error
+    except RuntimeError as error:
+        raise NotebookError(
+            f"{notebook.where}: the kernel did not start ({error}); kernels are spoken to over "
+            "127.0.0.1: is the loopback interface up, and the machine not overloaded?"
         ) from error
     finally:
         scratch.unlink(missing_ok=True)

@@ -405,7 +405,7 @@ def run_line(notebook: Notebook, stamp: Mapping[str, Any]) -> nodes.container:
     files = [_download(notebook.pair), nodes.Text(" · "), _download(notebook.source)]
     made += _paragraph("download ", *files)
     made += _paragraph(cost, "re-checked by nbval")
-    command = f"make run CHAPTER={notebook.name}"
+    command = f"make run CHAPTER={notebook.name} FORCE=1"
     made += _paragraph("re-run: ", nodes.literal(command, command))
     return made
 
@@ -613,7 +613,7 @@ def mend_pages(app: Sphinx) -> None:
         if (mended := mend(text, path.name)) != text:
             path.write_text(mended, "utf-8")
     if app.config.root_doc != "index":
-        title, first = html.escape(app.config.project), f"{app.config.root_doc}.html"
+        title, first = html.escape(app.config.html_title), f"{app.config.root_doc}.html"
         (out / "index.html").write_text(REDIRECT.format(title=title, first=first), "utf-8")
 
 

@@ -62,6 +62,12 @@ def test_exponents_of_the_references(name: str, exponent: float) -> None:
     assert fitted.value == pytest.approx(exponent, abs=2e-3)
 
 
+def test_logistic_series() -> None:
+    assert certify.logistic_series_residual(4) == 0
+    with pytest.raises(ValueError, match="terms=0"):
+        certify.logistic_series_residual(0)
+
+
 def test_exponent_of_linear_core_is_one() -> None:
     fitted = certify.calibration_exponent(LinearCore(0.5, 2.0), 1e-6, 1e-4)
     assert fitted.value == pytest.approx(1, abs=1e-3)

@@ -44,6 +44,15 @@ def test_accuracy_table(comparison: Comparison) -> None:
     assert "made up" in repr(table)
 
 
+def test_slope_table() -> None:
+    slopes = {"linear_core": (np.array([0.2, 0.6, 1.0, 1.0]), np.array([1.0, 1.0]))}
+    table = reports.slope_table(slopes, "made up")
+    assert [row[1:] for row in table.rows] == [
+        ("clean", "0.70", "75%", "50%"),
+        ("flipped", "1.00", "100%", "100%"),
+    ]
+
+
 def test_edges_are_named(comparison: Comparison) -> None:
     assert reports.at_edge(comparison) == ["cross_entropy at 40%"]
 

@@ -81,6 +81,23 @@ def calibration_exponent(surrogate: Surrogate, smallest: float, largest: float) 
     return fit_exponent(t, np.asarray(surrogate.calibration(t)))
 
 
+def logistic_series_residual(terms: int) -> Any:
+    """Taylor series of the logistic 𝒯 minus ``Σ t^(2k)/(2k(2k-1))``, up to ``t^(2·terms)``: 0.
+
+    Raises:
+        ValueError: fewer than 1 term.
+    """
+    import sympy
+
+    if terms < 1:
+        raise ValueError(f"terms={terms} must be at least 1")
+    t = sympy.symbols("t", positive=True)
+    exact = ((1 + t) * sympy.log(1 + t) + (1 - t) * sympy.log(1 - t)) / 2
+    series = sympy.series(exact, t, 0, 2 * terms + 1).removeO()
+    formula = sum(t ** (2 * k) / (2 * k * (2 * k - 1)) for k in range(1, terms + 1))
+    return sympy.expand(series - formula)
+
+
 class Regrets(NamedTuple):
     """Pointwise regrets of predictions ``h`` at points with ``P(Y = 1) = η``; arrays [n]."""
 

@@ -3,8 +3,8 @@
 For logits ``h`` in R^K, a target ``y`` and a surrogate ``Φ`` of ``surrogates.LinearCore``:
 
 * ``form="constrained"`` (Lee, Lin and Wahba 2004): ``Σ_{y'≠y} Φ(-h̃_{y'})`` with
-  ``h̃ = h - mean(h)``, which has the linear consistency bound with constant ``1/τ`` for every K;
-* ``form="sum"``: ``Σ_{y'≠y} Φ(h_y - h_{y'})``, whose bound is quadratic near ties for K ≥ 3.
+  ``h̃ = h - mean(h)``, after Lee, Lin and Wahba (2004);
+* ``form="sum"``: ``Σ_{y'≠y} Φ(h_y - h_{y'})``, the sum over margins.
 
 Both need one look at every logit. With ``a_j = h_j + τ - c`` (``c`` the mean, or ``h_y``) a term is
 ``max(a_j, 0)`` plus the tail at ``v = max(-a_j, 0)/s``, and its slope ``g_j`` is 1 in the core.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ def gain_table(comparison: Comparison, loss: str, others: Sequence[str], note: s
         rows.append((f"{rate:.0%}", *shown))
     columns = [f"{LOSSES[loss].name} over {LOSSES[other].name}, points" for other in others]
     return Table(("noise", *columns), rows, note)
+
+
+def slope_table(slopes: Mapping[str, tuple[np.ndarray, np.ndarray]], note: str) -> Table:
+    """Shares of clean and flipped samples by the strength ``|ℓ′|`` with which they pull."""
+    rows = []
+    for loss, parts in slopes.items():
+        for label, values in zip(("clean", "flipped"), parts, strict=True):
+            strong, full = np.mean(values >= 0.6), np.mean(values >= 1 - 1e-9)
+            shares = (f"{values.mean():.2f}", f"{strong:.0%}", f"{full:.0%}")
+            rows.append((LOSSES[loss].name, label, *shares))
+    return Table(("loss", "labels", "mean |ℓ′|", "|ℓ′| ≥ 0.6", "|ℓ′| = 1"), rows, note)
 
 
 def _signed(points: float) -> str:

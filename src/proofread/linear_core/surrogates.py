@@ -411,9 +411,9 @@ def verify_identities(tail: str) -> tuple[str, ...]:
     statements = {
         "stitch: the tail starts with slope -1": shape.slope(sympy.Integer(0), m) - 1,
         "slope is minus the derivative": sympy.diff(shape.value(v, m), v) + shape.slope(v, m),
-        "𝒯(0) = 0": transform.subs(v, 0),
-        "𝒯'(0) = τ": sympy.limit(first, v, 0) - core,
-        f"𝒯''(t) = {'(1 + 1/v)·' if tail == 'gamma' else ''}{factor}s/q(t)": second - bound * spare,
+        "T(0) = 0": transform.subs(v, 0),
+        "T'(0) = τ": sympy.limit(first, v, 0) - core,
+        f"T''(t) = {'(1 + 1/v)·' if tail == 'gamma' else ''}{factor}s/q(t)": second - bound * spare,
     }
     for statement, difference in statements.items():
         if sympy.simplify(difference) != 0:

@@ -46,19 +46,22 @@ def test_every_command_answers_on_the_real_book() -> None:
 
 def test_the_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from proofread import batch\n"
-        "with batch.locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from proofread.notebooks import locked\n"
+        "with locked(Path(sys.argv[1]), 'busy'):\n    print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(notebooks.NotebookError, match="another batch"), batch.locked(tmp_path):
+    with (
+        pytest.raises(notebooks.NotebookError, match="is busy"),
+        notebooks.locked(tmp_path / "lock", "it is busy"),
+    ):
         pass
     holder.kill()
     holder.wait()
-    with batch.locked(tmp_path):
+    with notebooks.locked(tmp_path / "lock", "it is busy"):
         reached = True
     assert reached, "the lock died with its holder"
 

@@ -96,10 +96,27 @@ def test_span_takes_numbers_estimates_and_balls() -> None:
     assert ball.low < 1 / 3 < ball.high or ball.low <= ball.value <= ball.high
 
 
-@pytest.mark.parametrize("value", [math.nan, "x", None, [1, 2]])
-def test_span_refuses_what_is_no_number(value: object) -> None:
-    with pytest.raises(ClaimError, match=r"NaN|no number"):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, "NaN"),
+        (math.inf, "infinite"),
+        ("1", "no measurement"),
+        (True, "no measurement"),
+        (None, "no number"),
+        ([1, 2], "no number"),
+        (SimpleNamespace(value=0, low=1, high=2), "outside its interval"),
+    ],
+)
+def test_span_refuses_what_is_no_measurement(value: object, said: str) -> None:
+    with pytest.raises(ClaimError, match=said):
         Span.of(value)
+
+
+def test_an_unbounded_interval_survives_the_record() -> None:
+    span = Span(1.0, -math.inf, math.inf)
+    assert span.rounded(3) == {"value": 1.0, "low": "-inf", "high": "inf"}
+    assert Span.recorded(span.rounded(3)) == span
 
 
 # --- verdicts ----------------------------------------------------------------------------------
@@ -160,13 +177,33 @@ def test_rule_shows_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "1.23 [0.5, 2] (points)" in shown["text/plain"]
 
 
-def test_the_verdict_uses_the_unrounded_value(
+def test_a_value_within_rounding_of_the_rule_is_inconclusive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(_chapter(tmp_path, (HEAD + CLAIM).replace('"(0, inf)"', '"[1, inf)"')))
+    """The record holds rounded numbers, and the verdict must follow from the record alone."""
+    text = (HEAD + CLAIM).replace('"(0, inf)"', '"[1, inf)"').replace("(-inf, 0]", "(-inf, 1)")
+    monkeypatch.chdir(_chapter(tmp_path, text))
     ruling = rule("demo/gain", 0.9999, control={"up": 50.0, "down": -50.0})
     assert ruling.record()["value"] == 1.0
     assert ruling.verdict == "inconclusive"
+    assert "too close to an end of the rule" in ruling.reason
+
+
+def test_rejudging_a_record_ignores_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_chapter(tmp_path))
+    ruling = rule("demo/gain", -1.0, control={"up": 50.0, "down": -50.0})
+    assert ruling.verdict == "refuted"
+    forged = ruling.record() | {"verdict": "verified", "reason": "proved"}
+    assert claims.rejudge(ruling.claim, forged) == ("refuted", "at reduced scale")
+    assert claims.rejudge(ruling.claim, {"verdict": "verified"})[0] == "inconclusive"
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    text = (HEAD + CLAIM).replace("    unit: points\n", "    unit: points\n    unit: percent\n")
+    with pytest.raises(ClaimError, match="unit twice"):
+        load_claims(_chapter(tmp_path, text) / "claims.yml")
 
 
 def test_html_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

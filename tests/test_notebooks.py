@@ -159,17 +159,18 @@ def test_write_pair_never_leaves_half_a_file(house: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(nbformat, "write", broken)
     with pytest.raises(OSError, match="no space"):
-        notebooks.write_pair(nbformat.v4.new_notebook(), notebook.pair, house)
+        notebooks.write_pair(nbformat.v4.new_notebook(), notebook.pair)
     assert notebook.pair.read_text() == "old"
-    assert not list((house / "_build" / "tmp").iterdir())
+    assert not list(notebook.folder.glob(".*"))
 
 
 def test_claims_commit_wants_committed_rules(house: Path) -> None:
     notebook = Notebook(house, "demo", "theory")
     notebook.claims.write_text("x\n")
-    with pytest.raises(NotebookError, match="not committed"):
+    with pytest.raises(NotebookError, match="no git checkout"):
         notebooks.claims_commit(notebook)
     who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    assert "no git checkout" in notebooks.history_gap(house)
     for arguments in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "rules"]):
         subprocess.run(["git", "-C", str(house), *arguments], check=True)
     assert len(notebooks.claims_commit(notebook)) == 40
@@ -197,3 +198,32 @@ print(kernel_probe.report({str(house)!r}))
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["files"] == ["requirements.txt"]
+
+
+def test_a_syntax_error_names_its_file_and_line(house: Path) -> None:
+    (house / "src" / "demo" / "c.py").write_text("x = (\n")
+    with pytest.raises(NotebookError, match=r"src/demo/c\.py, line 1"):
+        notebooks.import_closure(house, "from demo import a")
+    with pytest.raises(NotebookError, match="a cell, line 1"):
+        notebooks.import_closure(house, "x = (")
+
+
+def test_other_languages_are_no_python() -> None:
+    assert notebooks.strip_magics("%%bash\nls | wc\n") == ""
+    assert notebooks.strip_magics("%time x = 1\n!ls\ny = 2") == "y = 2"
+
+
+def test_a_pin_that_is_not_installed_is_refused(house: Path) -> None:
+    notebooks.check_installed(Notebook(house, "demo", "theory"))
+    (house / "requirements.txt").write_text("numpy==9.9\n")
+    with pytest.raises(NotebookError, match=r"numpy .* is installed, requirements.txt pins 9\.9"):
+        notebooks.check_installed(Notebook(house, "demo", "theory"))
+
+
+def test_a_folder_of_this_machine_in_an_output_is_refused(house: Path) -> None:
+    cell = nbformat.v4.new_code_cell("x")
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"see {house}/x.csv")]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    assert "cell 1 shows a folder" in (notebooks.machine_fault(notebook, house) or "")
+    cell.outputs[0].text = "see book/x.csv"
+    assert notebooks.machine_fault(notebook, house) is None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,10 @@ from typing import Any
 from .notebooks import (
     KERNEL_ENVIRONMENT,
     Notebook,
-    NotebookError,
     books,
     file_digest,
     find_root,
+    locked,
     read_parameters,
     why_stale,
 )
@@ -56,25 +53,6 @@ def jobs(chapter: str | None, params: str, *, force: bool = False) -> list[str]:
     return [job.notebook.name for job in plan(root, chapter, wanted, force=force)]
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Hold the batch lock; the system releases it even when the process is killed.
-
-    Raises:
-        NotebookError: another batch is running in this checkout.
-    """
-    path = root / "_build" / "lock"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise NotebookError(
-                f"another batch is running in {root}: wait for it, or stop it first"
-            ) from error
-        yield
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of a job."""
@@ -94,13 +72,14 @@ def run(
     Raises:
         NotebookError: unknown chapter or parameters, or another batch is running.
     """
-    with locked(root):
+    busy = f"another batch is running in {root}: wait for it, or stop it first"
+    with locked(root / "_build" / "lock", busy) as lock:
         todo = plan(root, chapter, params, force=force)
         if not todo:
             return [], 0
         for job in todo:
             _marker(root, job, params).unlink(missing_ok=True)
-        status = _snakemake(root, chapter, params, workers, force)
+        status = _snakemake(root, chapter, params, workers, force, lock)
         return [Outcome(job, _error(root, job, params)) for job in todo], status
 
 
@@ -109,14 +88,16 @@ def _marker(root: Path, job: Job, params: str | None) -> Path:
 
 
 def _snakemake(
-    root: Path, chapter: str | None, params: str | None, workers: int, force: bool
+    root: Path, chapter: str | None, params: str | None, workers: int, force: bool, lock: int
 ) -> int:
     config = [f"params={params or 'book'}", f"force={int(force)}"]
     config += [f"chapter={chapter}"] if chapter else []
     command = [sys.executable, "-m", "snakemake", "--cores", str(workers)]
     command += ["--quiet", "all", "--config", *config]
     environment = os.environ | KERNEL_ENVIRONMENT
-    return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+    # Snakemake holds the lock too: if this process is killed, the batch goes on and stays locked.
+    done = subprocess.run(command, cwd=root, env=environment, check=False, pass_fds=[lock])
+    return done.returncode
 
 
 def _error(root: Path, job: Job, params: str | None) -> str:

@@ -7,6 +7,7 @@ types a verdict.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import html
@@ -136,8 +137,10 @@ class Span:
         """Take a number, an estimate (``value``, ``low``, ``high``) or an Arb ball.
 
         Raises:
-            ClaimError: it is none of these, or it is NaN.
+            ClaimError: it is none of these, it is NaN or infinite, or not within its interval.
         """
+        if isinstance(measured, str | bool):
+            raise ClaimError(f"{name}={measured!r} is no measurement: pass the number measured")
         if all(hasattr(measured, end) for end in ("value", "low", "high")):
             parts = measured.value, measured.low, measured.high
         elif hasattr(measured, "mid") and hasattr(measured, "rad"):
@@ -152,12 +155,25 @@ class Span:
             ) from error
         if any(math.isnan(part) for part in (span.value, span.low, span.high)):
             raise ClaimError(f"{name} is NaN: a claim cannot be ruled on it; find where it arose")
+        if math.isinf(span.value):
+            raise ClaimError(f"{name} is infinite: find where it diverged")
+        if not span.low <= span.value <= span.high:
+            raise ClaimError(f"{name}={span.value} lies outside its interval")
         return span
 
-    def rounded(self, digits: int) -> dict[str, float]:
-        """The three numbers at ``digits`` significant digits, as they are recorded."""
+    def rounded(self, digits: int) -> dict[str, float | str]:
+        """The three numbers at ``digits`` significant digits, as they are recorded.
+
+        JSON knows no infinity: an unbounded end is recorded as ``"inf"`` or ``"-inf"``.
+        """
         ends = {"value": self.value, "low": self.low, "high": self.high}
-        return {key: float(f"{number:.{digits}g}") for key, number in ends.items()}
+        plain = {key: float(f"{number:.{digits}g}") for key, number in ends.items()}
+        return {key: str(x) if math.isinf(x) else x for key, x in plain.items()}
+
+    @classmethod
+    def recorded(cls, record: Mapping[str, Any]) -> Span:
+        """A span back from what ``rounded`` gave."""
+        return cls(*(float(record[key]) for key in ("value", "low", "high")))
 
     def show(self, digits: int) -> str:
         shown, low, high = (f"{x:.{digits}g}" for x in (self.value, self.low, self.high))
@@ -207,6 +223,7 @@ class Claim(_Model):
     digits: int = Field(default=3, ge=1, le=15)
     paper_value: float | None = None
     needs: str | None = None
+    amended: str | None = Field(default=None, min_length=20)
 
     @field_validator("accept", "refute", mode="before")
     @classmethod
@@ -247,9 +264,9 @@ class Claim(_Model):
         rules = {
             "measure": self.measure,
             "unit": self.unit,
-            "accept": str(self.accept),
-            "refute": str(self.refute),
-            "control": {k: [c.change, str(c.expect)] for k, c in sorted(self.control.items())},
+            "accept": repr(self.accept),
+            "refute": repr(self.refute),
+            "control": {k: [c.change, repr(c.expect)] for k, c in sorted(self.control.items())},
             "scale": self.scale.model_dump() if self.scale else None,
         }
         return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
@@ -287,15 +304,37 @@ class ClaimsFile(_Model):
         raise ClaimError(f"unknown claim {claim_id!r}: claims.yml has {known}")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice: of two rules, the second would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(map(str, twice))} twice{node.start_mark}")
+        return super().construct_mapping(node, deep=deep)
+
+
+def parse_claims(text: str) -> ClaimsFile:
+    """Read and check the text of a ``claims.yml``.
+
+    Raises:
+        ClaimError: it is no YAML, has a key twice, or breaks the schema; each fault is named.
+    """
+    try:
+        return ClaimsFile.model_validate(yaml.load(text, Loader=_UniqueKeys))  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ClaimError(f"not readable as YAML: {error}") from error
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ClaimError("; ".join(lines)) from error
+
+
 @functools.lru_cache(maxsize=256)
 def _load(path: Path, _version: tuple[int, int]) -> ClaimsFile:
     try:
-        return ClaimsFile.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ClaimError(f"{path}: not readable as YAML: {error}") from error
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ClaimError(f"{path}: " + "; ".join(lines)) from error
+        return parse_claims(path.read_text("utf-8"))
+    except (ClaimError, UnicodeDecodeError) as error:
+        raise ClaimError(f"{path}: {error}") from error
 
 
 def load_claims(path: Path) -> ClaimsFile:
@@ -428,6 +467,21 @@ def judge(claim: Claim, span: Span, controls: Mapping[str, Span]) -> tuple[str, 
     return "verified", "proved or checked at the paper's scale"
 
 
+def rejudge(claim: Claim, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The verdict and reason that follow from a record's numbers, whatever the record says.
+
+    A record may be more cautious than its rounded numbers (``rule`` is, near a rule's end).
+    """
+    try:
+        controls = {name: Span.recorded(record["control"][name]) for name in claim.control}
+        verdict, reason = judge(claim, Span.recorded(record), controls)
+    except (KeyError, TypeError, ValueError) as error:
+        return "inconclusive", f"its record is damaged ({error!r})"
+    if record.get("verdict") == "inconclusive":
+        return "inconclusive", str(record.get("reason"))
+    return verdict, reason
+
+
 def rule(claim: str, value: Any, *, control: Mapping[str, Any]) -> Ruling:
     """Rule on a claim with what was measured.
 
@@ -458,4 +512,8 @@ def rule(claim: str, value: Any, *, control: Mapping[str, Any]) -> Ruling:
     span = Span.of(value)
     controls = {name: Span.of(control[name], f"control {name}") for name in found.control}
     verdict, reason = judge(found, span, controls)
-    return Ruling(slug, found, span, controls, verdict, reason)
+    ruling = Ruling(slug, found, span, controls, verdict, reason)
+    if rejudge(found, ruling.record())[0] != verdict:
+        doubt = f"too close to an end of the rule to tell at {found.digits} digits"
+        ruling = dataclasses.replace(ruling, verdict="inconclusive", reason=doubt)
+    return ruling

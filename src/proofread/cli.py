@@ -104,9 +104,12 @@ def check() -> None:
     """What must hold of the book without executing it."""
     from . import checks, notebooks
 
-    problems = checks.check_book(notebooks.find_root())
+    root = notebooks.find_root()
+    problems = checks.check_book(root)
     for problem in problems:
         typer.echo(str(problem))
+    if gap := notebooks.history_gap(root):
+        typer.echo(f"check: that rules came before results was not checked: {gap}")
     typer.echo(f"check: {len(problems)} problems" if problems else "check: the book is sound")
     if problems:
         raise typer.Exit(1)

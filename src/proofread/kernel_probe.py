@@ -23,7 +23,9 @@ def start(root: str, memory_limit_mb: int) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], (str, bytes)):
             name = args[0] if isinstance(args[0], str) else args[0].decode(errors="ignore")
-            reading = "r" in args[1] if args[1] else not args[2] & 3  # O_RDONLY is 0
+            mode, flags = args[1], args[2]
+            # O_WRONLY is 1; everything else can read
+            reading = bool({"r", "+"} & set(mode)) if mode else (flags & 3) != 1
             if reading:
                 path = os.path.abspath(name)
                 if path.startswith(prefix):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .claims import MIME, Claim, ClaimsFile, load_claims
+from .claims import MIME, Claim, ClaimsFile, load_claims, rejudge
 from .notebooks import Notebook, NotebookError, books, find_root, read_pair, stamp_of
 
 
@@ -35,7 +35,7 @@ class Entry:
         """The recorded value with its interval and unit; empty while there is none."""
         if self.record is None:
             return ""
-        value, low, high = (self.record[key] for key in ("value", "low", "high"))
+        value, low, high = (float(self.record[key]) for key in ("value", "low", "high"))
         interval = "" if low == high else f" [{low:g}, {high:g}]"
         return f"{value:g}{interval} ({self.record['unit']})"
 
@@ -91,7 +91,8 @@ def _entry(slug: str, claim: Claim, found: dict[str, tuple[str, dict[str, Any]]]
     stem, record = found.get(f"{slug}/{claim.id}", (None, None))
     if record is None:
         return Entry(slug, claim, "planned")
-    return Entry(slug, claim, record["verdict"], stem, record)
+    verdict, reason = rejudge(claim, record)
+    return Entry(slug, claim, verdict, stem, record | {"verdict": verdict, "reason": reason})
 
 
 def as_json(ledger: list[Chapter]) -> list[dict[str, Any]]:
@@ -133,7 +134,7 @@ def write_json(root: Path | None = None) -> Path:
     path = root / "_build" / "claims.json"
     path.parent.mkdir(exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.part")
-    scratch.write_text(as_text(chapters(root)) + "\n")
+    scratch.write_text(as_text(chapters(root)) + "\n", encoding="utf-8")
     os.replace(scratch, path)
     return path
 

@@ -16,8 +16,10 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MEMORY_LIMIT_MB = 4096
+HANGS_AFTER = 10  # budgets, for one cell
 BUDGET_SECONDS = {"theory": 15.0, "experiments": 45.0}
 
 #: The environment of every kernel, alike for papermill and nbval: one thread (sums differ in the
-#: last digits otherwise), no network look-ups, no user's IPython profile or fonts cache quirks.
+#: last digits otherwise), no network look-ups, nothing of the user's matplotlib or IPython profile.
 KERNEL_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -41,6 +44,8 @@ KERNEL_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "HF_HUB_OFFLINE": "1",
     "JUPYTER_PREFER_ENV_PATH": "1",
+    "MATPLOTLIBRC": os.devnull,
+    "IPYTHONDIR": str(Path(tempfile.gettempdir()) / f"proofread-ipython-{os.getuid()}"),
 }
 
 
@@ -187,7 +192,10 @@ def code_cells(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
 def stamp_of(notebook: NotebookNode) -> dict[str, Any]:
     """The stamp in a pair's metadata, or an empty one."""
     stamp = notebook.metadata.get("proofread", {})
-    return dict(stamp) if isinstance(stamp, dict) else {}
+    sound = isinstance(stamp, dict) and all(
+        isinstance(stamp.get(part, {}), dict) for part in ("fingerprint", "run")
+    )
+    return dict(stamp) if sound else {}
 
 
 def parameter_defaults(notebook: Notebook) -> dict[str, Any]:
@@ -225,6 +233,8 @@ def read_parameters(root: Path, chapter: str, params: str) -> dict[str, dict[str
     path = notebooks[0].folder / f"{params}.yml"
     try:
         given = yaml.safe_load(path.read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise NotebookError(f"{path} is not readable as YAML: {error}") from error
     except OSError as error:
         sets = sorted(p.stem for p in path.parent.glob("*.yml") if p.name != "claims.yml")
         raise NotebookError(f"{path} cannot be read; there are: {', '.join(sets)}") from error
@@ -253,9 +263,13 @@ def file_digest(path: Path) -> str | None:
         return None
 
 
-def _imports(code: str, package: str = "") -> Iterator[str]:
+def _imports(code: str, package: str = "", where: str = "a cell") -> Iterator[str]:
     """Dotted names that ``code`` may import, those inside functions too."""
-    for node in ast.walk(ast.parse(code)):
+    try:
+        tree = ast.parse(code)
+    except SyntaxError as error:
+        raise NotebookError(f"{where}, line {error.lineno}: {error.msg}") from error
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -288,7 +302,8 @@ def import_closure(root: Path, code: str) -> tuple[set[Path], set[str]]:
             if file.is_file() and file not in files:
                 files.add(file)
                 package = parts[:k] if base.is_dir() else parts[: k - 1]
-                todo += _imports(file.read_text("utf-8"), ".".join(package))
+                name = file.relative_to(root).as_posix()
+                todo += _imports(file.read_text("utf-8"), ".".join(package), name)
     return files, third - set(sys.stdlib_module_names)
 
 
@@ -311,6 +326,9 @@ def code_of(notebook: NotebookNode) -> str:
 
 
 def strip_magics(code: str) -> str:
+    """Python code alone: lines that begin with ``%`` or ``!``, and ``%%`` cells, left out."""
+    if code.lstrip().startswith("%%"):
+        return ""
     return "\n".join(line for line in code.splitlines() if not re.match(r"\s*[%!]", line))
 
 
@@ -326,11 +344,20 @@ def git(root: Path, *arguments: str) -> str | None:
     """What a git command prints, stripped; ``None`` where it fails or git is missing."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(root), *arguments], capture_output=True, encoding="utf-8", check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def history_gap(root: Path) -> str:
+    """Why git's history of this checkout cannot be consulted; empty when it can."""
+    if git(root, "rev-parse", "--show-toplevel") != str(root):
+        return "this is no git checkout of its own (or git refuses it: see `git status`)"
+    if git(root, "rev-parse", "--is-shallow-repository") != "false":
+        return "the clone is shallow: `git fetch --unshallow`"
+    return ""
 
 
 def claims_commit(notebook: Notebook) -> str:
@@ -339,6 +366,8 @@ def claims_commit(notebook: Notebook) -> str:
     Raises:
         NotebookError: the rules are not committed, so no result may follow them.
     """
+    if gap := history_gap(notebook.root):
+        raise NotebookError(f"a result records the commit of its rules, but {gap}")
     relative = notebook.claims.relative_to(notebook.root).as_posix()
     dirty = git(notebook.root, "status", "--porcelain", "--", relative)
     commit = git(notebook.root, "log", "-1", "--format=%H", "--", relative)
@@ -348,6 +377,47 @@ def claims_commit(notebook: Notebook) -> str:
             f"(git add {relative} && git commit -m 'Rules')"
         )
     return commit
+
+
+def check_installed(notebook: Notebook) -> None:
+    """The pins that the stamp will record are what is installed.
+
+    Raises:
+        NotebookError: another version is installed; the message says how to get the pinned one.
+    """
+    _, third = import_closure(notebook.root, code_of(notebook.cells))
+    for name, pin in _pins_of(notebook.root, third).items():
+        found = importlib.metadata.version(name)
+        if found.partition("+")[0] != pin:
+            raise NotebookError(
+                f"{notebook.where}: {name} {found} is installed, requirements.txt pins {pin}: "
+                "`pip install -r requirements.txt`"
+            )
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[int]:
+    """Hold a lock file; the system releases it when every process that holds it has ended.
+
+    Yields:
+        The open file descriptor, for a child that shall hold the lock as well.
+
+    Raises:
+        NotebookError: another process holds it (``busy`` is the message).
+    """
+    import fcntl
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise NotebookError(f"{path} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise NotebookError(busy) from error
+        yield file.fileno()
 
 
 def source_digest(notebook: NotebookNode) -> str:
@@ -487,7 +557,6 @@ def execute(
     params: str | None = None,
     parameters: dict[str, Any] | None = None,
     memory_limit_mb: int = MEMORY_LIMIT_MB,
-    progress: bool = False,
 ) -> dict[str, Any]:
     """Execute a source into its stamped pair and return the stamp.
 
@@ -497,13 +566,16 @@ def execute(
     Raises:
         NotebookError: uncommitted rules, a raising cell, output on stderr; the cell is named.
     """
-    commit = claims_commit(notebook)
+    # Other parameters go to _build: they are no result of the book, and need no history.
+    commit = claims_commit(notebook) if params is None else ""
+    check_installed(notebook)
     report: dict[str, Any] = {}
     started = time.perf_counter()
-    executed = _run_papermill(notebook, parameters or {}, memory_limit_mb, report, progress)
+    limit = None if params else max(1, int(HANGS_AFTER * notebook.budget_seconds))
+    executed = _run_papermill(notebook, parameters or {}, memory_limit_mb, report, limit)
     seconds = time.perf_counter() - started
     clean(executed)
-    if fault := stderr_fault(executed):
+    if fault := stderr_fault(executed) or machine_fault(executed, notebook.root):
         kept = _keep_failed(notebook, executed)
         raise NotebookError(f"{notebook.where}: {fault}; the run is kept in {kept}")
     stamp: dict[str, Any] = {
@@ -515,7 +587,7 @@ def execute(
     target = notebook.run_pair(params)
     _settle_memory(stamp["run"], target)
     executed.metadata["proofread"] = stamp
-    write_pair(executed, target, notebook.root)
+    write_pair(executed, target)
     return stamp
 
 
@@ -524,10 +596,10 @@ def _run_papermill(
     parameters: dict[str, Any],
     memory_limit_mb: int,
     report: dict[str, Any],
-    progress: bool,
+    limit: int | None,
 ) -> NotebookNode:
     import papermill
-    from nbclient.exceptions import DeadKernelError
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.engines import papermill_engines
     from papermill.exceptions import PapermillExecutionError
 
@@ -546,7 +618,8 @@ def _run_papermill(
             kernel_name="python3",
             language="python",
             cwd=notebook.folder,
-            progress_bar=progress,
+            progress_bar=False,
+            execution_timeout=limit,
             request_save_on_cell_execute=False,
         )
     except PapermillExecutionError as error:
@@ -555,6 +628,11 @@ def _run_papermill(
         raise NotebookError(
             f"{notebook.where}: cell {error.exec_count} raised {error.ename}: {error.evalue}{hint}"
             f"; the run is kept in {kept}"
+        ) from error
+    except CellTimeoutError as error:
+        raise NotebookError(
+            f"{notebook.where}: a cell ran for over {limit} s: does it hang? "
+            "Larger runs go through PARAMS, which have no limit"
         ) from error
     except DeadKernelError as error:
         raise NotebookError(
@@ -579,7 +657,7 @@ def json_copy(notebook: NotebookNode) -> NotebookNode:
 
 def _keep_failed(notebook: Notebook, executed: NotebookNode) -> str:
     path = notebook.root / "_build" / "failed" / notebook.slug / f"{notebook.stem}.ipynb"
-    write_pair(executed, path, notebook.root)
+    write_pair(executed, path)
     return path.relative_to(notebook.root).as_posix()
 
 
@@ -620,6 +698,16 @@ def stderr_fault(notebook: NotebookNode) -> str | None:
     return None
 
 
+def machine_fault(notebook: NotebookNode, root: Path) -> str | None:
+    """The first output that holds this checkout's or this user's own folder."""
+    for number, cell in code_cells(notebook):
+        text = json.dumps(cell.outputs, ensure_ascii=False)
+        for folder in (root, Path.home()):
+            if len(folder.parts) > 1 and re.search(rf"{re.escape(str(folder))}\b", text):
+                return f"cell {number} shows a folder of this machine: don't print it"
+    return None
+
+
 def run_facts(seconds: float, peak_mb: float) -> dict[str, Any]:
     """What a run cost and on what: for the status table and the environment page."""
     cpus = os.cpu_count() or 1
@@ -643,13 +731,12 @@ def _settle_memory(run: dict[str, Any], target: Path) -> None:
         run["peak_mb"] = old
 
 
-def write_pair(notebook: NotebookNode, path: Path, root: Path) -> None:
-    """Write to a temporary name under ``_build``, then rename: never a half-written pair."""
+def write_pair(notebook: NotebookNode, path: Path) -> None:
+    """Write to a temporary name beside it, then rename: never a half-written pair."""
     import nbformat
 
-    scratch = root / "_build" / "tmp" / f"{path.parent.name}.{path.name}.{os.getpid()}.part"
-    scratch.parent.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")  # same file system: rename works
     try:
         with scratch.open("w", encoding="utf-8") as file:
             nbformat.write(notebook, file)
@@ -667,7 +754,9 @@ def main(arguments: list[str] | None = None) -> int:
         (notebook,) = books(root, name)
         given = read_parameters(root, notebook.slug, params)[name] if params else None
         print(f"{name}: executing", flush=True)
-        stamp = execute(notebook, params=params, parameters=given)
+        lock = root / "_build" / "tmp" / f"{notebook.slug}.{notebook.stem}.lock"
+        with locked(lock, f"{name} is being executed by another process: wait for it"):
+            stamp = execute(notebook, params=params, parameters=given)
     except NotebookError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -128,7 +128,8 @@ class FigureOutput:
     """What a cell displays: the picture, and in text what it draws.
 
     Attributes:
-        png: the picture, at most 80 KB, without metadata; equal data give equal bytes.
+        png: the picture, at most 80 KB; equal data give equal bytes. Its only metadata is a hash of
+            the digest.
         digest: the data drawn, rounded to three significant digits: what tests compare.
     """
 
@@ -182,7 +183,7 @@ def show(fig: matplotlib.figure.Figure, *, note: str | None = None) -> FigureOut
         digest = _digest(fig, panels, note)
         for ax in panels:
             _thin_markers(ax)
-        png = _palette_png(_render(fig, note))
+        png = _palette_png(_render(fig, note), digest)
     if len(png) > MAX_BYTES:
         raise ValueError(
             f"the figure takes {len(png) / 1000:.1f} KB as PNG, over the limit of "
@@ -771,16 +772,23 @@ def _lift(fig: Any, strip: float) -> None:
         fig.set_layout_engine("tight", rect=(0, strip, 1, 1))  # left, bottom, right, top
 
 
-def _palette_png(png: bytes) -> bytes:
-    """The same picture with at most 256 colours, undithered: smaller, and the same every time."""
-    from PIL import Image
+def _palette_png(png: bytes, digest: str) -> bytes:
+    """The same picture with at most 256 colours, undithered: smaller, and the same every time.
+
+    It carries a hash of the digest, so that a picture put beside another figure's text is found.
+    """
+    import hashlib
+
+    from PIL import Image, PngImagePlugin
 
     with Image.open(io.BytesIO(png)) as image:
         # the median cut alone is off by up to 30 in a thin line over an image; means mend it, and
         # are good once an iteration moves fewer than 100 pixels
         small = image.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, kmeans=100)
+    mark = PngImagePlugin.PngInfo()
+    mark.add_text("digest", hashlib.sha256(digest.encode()).hexdigest()[:16])
     buffer = io.BytesIO()
-    small.save(buffer, format="PNG", optimize=True)
+    small.save(buffer, format="PNG", optimize=True, pnginfo=mark)
     return buffer.getvalue()
 
 

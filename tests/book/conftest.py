@@ -70,7 +70,7 @@ class Book:
             read = notebooks.read_pair(path)
             digest = notebooks.outputs_digest(read)
             read.metadata["proofread"]["fingerprint"]["outputs"] = digest
-            notebooks.write_pair(read, path, self.root)
+            notebooks.write_pair(read, path)
 
     def problems(self) -> str:
         """What ``proofread check`` says; it must fail."""

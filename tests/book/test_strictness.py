@@ -184,7 +184,7 @@ def test_too_much_memory_is_an_ordinary_error(book: Book) -> None:
 
 
 def test_a_missing_control(book: Book) -> None:
-    book.edit(f"{THEORY}.md", 'control={"antithetic": antithetic}', "control={}")
+    book.edit(f"{THEORY}.md", "control=control", "control={}")
     done = book.proofread("run")
     assert done.returncode != 0
     assert "control antithetic is missing or unknown" in done.stdout
@@ -296,6 +296,189 @@ def test_broken_cross_reference_and_citation_fail_the_rendering(book: Book) -> N
 def test_a_chapter_missing_from_the_contents(book: Book) -> None:
     book.edit("_toc.yml", "book/chapters/demo/experiments", "book/claims")
     assert f"_toc.yml: {EXPERIMENTS} is missing" in book.problems()
+
+
+# --- cheats, one by one ------------------------------------------------------------------------
+
+RECORD = "application/vnd.proofread.ruling+json"
+CLAIMS = "book/chapters/demo/claims.yml"
+
+
+def test_a_verdict_that_does_not_follow_from_its_numbers(book: Book) -> None:
+    book.edit(
+        f"{THEORY}.md",
+        'rule("demo/variance-of-the-mean", independent,',
+        'import dataclasses\nr = rule("demo/variance-of-the-mean", antithetic,',
+    )
+    text = (book.folder / "theory.md").read_text()
+    end = text.rindex("```")
+    forged = 'dataclasses.replace(r, verdict="verified", reason="proved")\n```\n'
+    (book.folder / "theory.md").write_text(text[:end] + forged)
+    assert book.proofread("run").returncode == 0
+    assert "demo/variance-of-the-mean says 'verified', its numbers say 'incon" in book.problems()
+    shown = json.loads(book.proofread("claims", "--json").stdout)
+    assert shown[0]["verdict"] == "inconclusive", "the ledger computes, it does not copy"
+
+
+def test_ways_around_nbval(book: Book) -> None:
+    call = 'rule("demo/variance-of-the-mean"'
+    book.edit(f"{THEORY}.md", call, f":tags: [nbval-ignore-output]\n\n# NBVAL_SKIP\n{call}")
+    said = book.problems()
+    assert f"{THEORY}.md: cell 2 carries nbval-ignore-output: nbval would not check it" in said
+    assert f"{THEORY}.md: cell 2 holds an NBVAL_ comment" in said
+
+
+def test_a_swapped_picture_with_a_forged_hash(book: Book) -> None:
+    import base64
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("P", (9, 9)).save(buffer, "PNG")
+
+    def change(pair: dict[str, Any]) -> None:
+        data = _outputs(pair, "image/png")[0]["data"]
+        data["image/png"] = base64.b64encode(buffer.getvalue()).decode()
+
+    book.edit_pair("experiments", change, restamp=True)
+    assert "cell 2 shows a picture that is not the one its text describes" in book.problems()
+
+
+def test_rules_changed_after_the_first_result(book: Book) -> None:
+    book.edit(CLAIMS, '"[-0.6, -0.4]"', '"[-0.7, -0.3)"')
+    book.edit(CLAIMS, "(-0.3, inf)", "[-0.3, inf)")
+    book.git("commit", "-qam", "kinder rules")
+    assert book.proofread("run").returncode == 0
+    said = book.problems()
+    assert "claims.yml: the rules of demo/rate were changed after its first result" in said
+    reason = '    amended: the first interval had a typing error\n    accept: "[-0.7'
+    book.edit(CLAIMS, '    accept: "[-0.7', reason)
+    book.git("commit", "-qam", "say why")
+    assert book.proofread("run").returncode == 0
+    assert book.proofread("check").returncode == 0
+
+
+def test_rules_that_come_with_their_result(book: Book) -> None:
+    """Squashed into one commit, nobody can tell which came first."""
+    rules = book.git("log", "-1", "--format=%H", "--", CLAIMS).strip()
+    tree = book.git("write-tree").strip()
+    squashed = book.git("commit-tree", tree, "-m", "everything").strip()
+    book.git("reset", "-q", squashed)
+    for stem in ("theory", "experiments"):
+        path = book.folder / f"{stem}.ipynb"
+        path.write_text(path.read_text().replace(rules, squashed))
+    said = book.problems()
+    assert "the rules of demo/rate came with its first result" in said
+
+
+def test_notebooks_and_cells_that_no_check_would_see(book: Book) -> None:
+    pair = (book.folder / "theory.ipynb").read_text()
+    (book.folder / "extra.ipynb").write_text(pair)
+    (book.root / "book" / "loose.ipynb").write_text(pair)
+    (book.root / "book" / "page.md").write_text("# P\n\n```{code-cell}\n1\n```\n")
+    said = book.problems()
+    assert "book/chapters/demo/extra.ipynb: a notebook without a source beside it" in said
+    assert "book/loose.ipynb: a notebook without a source beside it" in said
+    assert "book/page.md: code cells outside a chapter" in said
+    for stem in ("theory", "experiments"):
+        (book.folder / f"{stem}.md").unlink()
+    assert "book/chapters/demo: a chapter without any notebook" in book.problems()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['float("1")', "a", "round(1.0, 3)", "Estimate(1, 1, 1, 5, 0.95)", "b[0] + 0 * c"],
+)
+def test_laundered_numbers(book: Book, value: str) -> None:
+    bound = "a: float = 1\nb = [a, 2]\n(c := 3)\n"
+    book.edit(
+        f"{THEORY}.md",
+        'rule("demo/variance-of-the-mean", independent,',
+        f'{bound}rule("demo/variance-of-the-mean", {value},',
+    )
+    expected = f"cell 2 rules on a typed number ({value})".replace('"', "'")
+    if value.startswith("b["):  # a subscript is beyond the analysis, and is not flagged
+        assert "typed number" not in book.problems()
+    else:
+        assert expected in book.problems()
+
+
+def test_imports_past_the_stamp(book: Book) -> None:
+    book.edit(
+        f"{THEORY}.md",
+        "from proofread.claims import rule",
+        "from proofread.claims import rule as judge\nimport subprocess",
+    )
+    said = book.problems()
+    assert "cell 1 imports rule under another name" in said
+    assert "cell 1 imports subprocess, past what the stamp can see" in said
+
+
+def test_broken_files_are_faults_and_no_tracebacks(book: Book) -> None:
+    (book.folder / "theory.md").write_text(
+        "---\nkernelspec: [\n---\n\n```{code-cell}\nx = (\n```\n"
+    )
+    for command in ("check", "status", "run"):
+        done = book.proofread(command)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "theory.md" in done.stdout + done.stderr
+    (book.root / "_toc.yml").write_text("parts: [")
+    assert "_toc.yml: not readable" in book.proofread("check").stdout
+
+
+def test_a_name_that_would_shadow_the_machinery(book: Book) -> None:
+    for name, said in (("claims", "claims.py is already there"), ("json", "Python's own")):
+        done = book.proofread("new", name)
+        assert done.returncode == 1
+        assert said in done.stderr
+
+
+def test_a_hanging_cell_ends(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    from proofread import notebooks
+
+    monkeypatch.setattr(notebooks, "HANGS_AFTER", 0.3)
+    book.edit(
+        f"{THEORY}.md", "independent = variance", "while True:\n    pass\nindependent = variance"
+    )
+    with pytest.raises(notebooks.NotebookError, match="does it hang"):
+        notebooks.execute(notebooks.Notebook(book.root, "demo", "theory"))
+
+
+def test_a_killed_batch_stays_locked_while_its_jobs_run(book: Book) -> None:
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    book.edit(
+        f"{THEORY}.md",
+        "independent = variance",
+        "import time\ntime.sleep(60)\nindependent = variance",
+    )
+    env = os.environ | {"PYTHONPATH": str(book.root / "src")}
+    command = [sys.executable, "-m", "proofread.cli", "run"]
+    batch = subprocess.Popen(
+        command, cwd=book.root, env=env, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        log = book.root / "_build" / "run" / "book" / "demo" / "theory.log"
+        before = log.stat().st_mtime_ns if log.exists() else 0
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.stat().st_mtime_ns > before):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        batch.kill()
+        batch.wait()
+        assert "another batch is running" in book.proofread("run").stderr
+    finally:
+        os.killpg(batch.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while (done := book.proofread("run", "demo/experiments")).returncode:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.5)
 
 
 # --- batches -----------------------------------------------------------------------------------

@@ -106,9 +106,7 @@ def fused_linear_core_loss(
     _check_options(form, reduction)
     _check_inputs(hidden, weight, target, bias, class_weight)
     hidden, weight, bias, dtype = _autocast(hidden, weight, bias)
-    labels = _checked_labels(
-        target.reshape(-1).long(), len(weight), ignore_index, class_weight
-    )
+    labels = _checked_labels(target.reshape(-1).long(), len(weight), ignore_index, class_weight)
     rows = _counted_rows(labels.target, labels.counted, class_weight, hidden.dtype)
     # The mean's divisor goes into the gradients, so that backward has nothing to multiply. Not in
     # float16: small gradients would be lost before a gradient scaler can lift them.
@@ -456,7 +454,6 @@ class _Sweep:
             self.dw.zero_()
         if self.db is not None and not len(self.x):
             self.db.zero_()
-        kept = self.dw.dtype if self.dw is not None else None
         return _Grads(self._kept(self.dx), self.dw, self._kept(self.db))
 
     def _kept(self, grad: Tensor | None) -> Tensor | None:
@@ -529,4 +526,8 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _has_bfloat16_unit(device: torch.device) -> bool:
-    return device.type != "cpu" or torch.cpu._is_amx_tile_supported()
+    """Whether products of bfloat16 are faster than those of float32."""
+    if device.type != "cpu":
+        return True
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # absent in older versions
+    return any(getattr(torch.cpu, name, bool)() for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,7 @@ PLACES = {
     "experiments.md": "book/chapters/SLUG/experiments.md",
     "claims.yml": "book/chapters/SLUG/claims.yml",
     "paper.yml": "book/chapters/SLUG/paper.yml",
+    "api.md": "book/api/SLUG.md",
     "package.py.txt": "src/proofread/SLUG/__init__.py",
     "sampling.py.txt": "src/proofread/SLUG/sampling.py",
     "test_sampling.py.txt": "tests/SLUG/test_SLUG_sampling.py",
@@ -33,8 +35,12 @@ def create_chapter(root: Path, slug: str) -> list[str]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", slug) or keyword.iskeyword(slug):
         raise NotebookError(f"{slug!r} is no chapter name: use snake_case, such as 'linear_core'")
     places = {name: root / place.replace("SLUG", slug) for name, place in PLACES.items()}
-    if there := [path for path in places.values() if path.exists()]:
-        raise NotebookError(f"{there[0]} is already there: choose another name")
+    package = root / "src" / "proofread"
+    taken = [package / slug, package / f"{slug}.py", root / "tests" / slug, *places.values()]
+    if there := [path for path in taken if path.exists()]:
+        raise NotebookError(f"{there[0].relative_to(root)} is already there: choose another name")
+    if slug in sys.stdlib_module_names or len(slug) > 40:
+        raise NotebookError(f"{slug!r} is a module of Python's own, or too long: choose another")
     for name, path in places.items():
         text = (Path(__file__).parent / "chapter" / name).read_text("utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,4 +59,9 @@ def _add_to_contents(path: Path, slug: str) -> None:
         contents["parts"].append(part)
     theory, experiments = ({"file": f"book/chapters/{slug}/{stem}"} for stem in STEMS)
     part["chapters"] = [*(part.get("chapters") or []), theory | {"sections": [experiments]}]
+    reference = next((p for p in contents["parts"] if p.get("caption") == "Reference"), None)
+    if reference is None:
+        reference = {"caption": "Reference", "chapters": []}
+        contents["parts"].append(reference)
+    reference["chapters"].append({"file": f"book/api/{slug}"})
     path.write_text(yaml.safe_dump(contents, sort_keys=False), "utf-8")

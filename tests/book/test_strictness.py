@@ -321,8 +321,8 @@ def test_a_verdict_that_does_not_follow_from_its_numbers(book: Book) -> None:
 
 
 def test_ways_around_nbval(book: Book) -> None:
-    call = 'rule("demo/variance-of-the-mean"'
-    book.edit(f"{THEORY}.md", call, f":tags: [nbval-ignore-output]\n\n# NBVAL_SKIP\n{call}")
+    first = 'control = {"antithetic": antithetic}'
+    book.edit(f"{THEORY}.md", first, f":tags: [nbval-ignore-output]\n\n# NBVAL_SKIP\n{first}")
     said = book.problems()
     assert f"{THEORY}.md: cell 2 carries nbval-ignore-output: nbval would not check it" in said
     assert f"{THEORY}.md: cell 2 holds an NBVAL_ comment" in said
@@ -439,9 +439,8 @@ def test_a_hanging_cell_ends(book: Book, monkeypatch: pytest.MonkeyPatch) -> Non
     from proofread import notebooks
 
     monkeypatch.setattr(notebooks, "HANGS_AFTER", 0.3)
-    book.edit(
-        f"{THEORY}.md", "independent = variance", "while True:\n    pass\nindependent = variance"
-    )
+    first = "from proofread.claims import rule"
+    book.edit(f"{THEORY}.md", first, f"while True:\n    pass\n{first}")
     with pytest.raises(notebooks.NotebookError, match="does it hang"):
         notebooks.execute(notebooks.Notebook(book.root, "demo", "theory"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .fused import fused_linear_core_loss
 from .losses import LinearCoreLoss, linear_core_loss
 from .surrogates import (
     LinearBound,
@@ -17,6 +18,7 @@ __all__ = [
     "LinearCoreLoss",
     "ReferenceSurrogate",
     "certify_linear_bound",
+    "fused_linear_core_loss",
     "linear_core_loss",
     "reference_surrogate",
 ]

@@ -44,6 +44,21 @@ def test_every_command_answers_on_the_real_book() -> None:
         assert done.stdout or arguments == ("unchecked",)
 
 
+def test_an_ascii_locale_shows_the_symbols_all_the_same() -> None:
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for command in ("status", "claims"):
+        done = subprocess.run(
+            [sys.executable, "-m", "proofread.cli", command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "linear_core" in done.stdout.decode("utf-8")
+    assert "✔" in done.stdout.decode("utf-8")
+
+
 def test_the_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from proofread.notebooks import locked\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -167,6 +169,9 @@ def _print(table: object) -> None:
 
 def main() -> None:
     """Run the command line; an error of this package is one line, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # verdicts have symbols; an ASCII locale has none
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")
     try:
         app()
     except Exception as error:

@@ -227,3 +227,18 @@ def test_a_folder_of_this_machine_in_an_output_is_refused(house: Path) -> None:
     assert "cell 1 shows a folder" in (notebooks.machine_fault(notebook, house) or "")
     cell.outputs[0].text = "see book/x.csv"
     assert notebooks.machine_fault(notebook, house) is None
+
+
+def test_a_broken_parameters_cell_names_its_file(house: Path) -> None:
+    source = house / "book/chapters/demo/theory.md"
+    source.write_text(SOURCE.replace("sizes = [1, 2]", "sizes = [1,"))
+    with pytest.raises(NotebookError, match=r"demo/theory\.md, line"):
+        _ = Notebook(house, "demo", "theory").defaults
+
+
+def test_no_memory_limit_is_no_limit() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    kernel_probe.limit_memory(0)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before

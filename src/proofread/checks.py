@@ -56,7 +56,8 @@ def check_book(root: Path) -> list[Problem]:
         for check in NOTEBOOK_CHECKS:
             found += _guarded(check, notebook)
     for slug in sorted({notebook.slug for notebook in nb_.books(root)}):
-        found += _guarded(check_claims, nb_.books(root, slug)[0])
+        first = nb_.books(root, slug)[0]
+        found += _guarded(check_claims, first) + _guarded(check_weight, first)
     return found
 
 
@@ -144,7 +145,7 @@ def check_figures(notebook: Notebook) -> Iterator[Problem]:
     """Every figure has a name, a caption and alt text, and is small."""
     if not notebook.pair.is_file():
         return
-    where, total = _at(notebook, notebook.pair), 0
+    where = _at(notebook, notebook.pair)
     for number, cell in nb_.code_cells(nb_.read_pair(notebook.pair)):
         for out in cell.get("outputs", []):
             kinds = [k for k in out.get("data", {}) if k.startswith("image/") and k != "image/png"]
@@ -156,7 +157,6 @@ def check_figures(notebook: Notebook) -> Iterator[Problem]:
                 fault = f"cell {number} shows a picture that is not the one its text describes"
                 yield Problem(where, fault, "draw with `plotting.show`, and re-run it")
             size = len(base64.b64decode(out.data["image/png"]))
-            total += size
             if size > MAX_FIGURE_BYTES:
                 fault = f"cell {number} draws a figure of {size} bytes, over {MAX_FIGURE_BYTES}"
                 yield Problem(where, fault, "draw less, bin or rasterise")
@@ -165,7 +165,18 @@ def check_figures(notebook: Notebook) -> Iterator[Problem]:
             if not (figure.get("name") and figure.get("caption") and image.get("alt")):
                 remedy = "give the cell `mystnb: {figure: {name, caption}, image: {alt}}`"
                 yield Problem(where, f"cell {number} draws without name, caption and alt", remedy)
+
+
+def check_weight(first: Notebook) -> Iterator[Problem]:
+    """A chapter's figures together are small."""
+    pairs = [
+        nb_.read_pair(nb.pair) for nb in nb_.books(first.root, first.slug) if nb.pair.is_file()
+    ]
+    outputs = [out for pair in pairs for _, cell in nb_.code_cells(pair) for out in cell.outputs]
+    pictures = [out.data["image/png"] for out in outputs if "image/png" in out.get("data", {})]
+    total = sum(len(base64.b64decode(picture)) for picture in pictures)
     if total > MAX_CHAPTER_FIGURE_BYTES:
+        where = _at(first, first.folder)
         yield Problem(where, f"its figures take {total} bytes", "draw fewer or smaller figures")
 
 

@@ -36,8 +36,8 @@ def start(root: str, memory_limit_mb: int) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Make more than ``megabytes`` of private memory an ordinary ``MemoryError`` (Linux)."""
-    if sys.platform != "linux":
+    """Make more than ``megabytes`` of private memory an ordinary ``MemoryError`` (Linux; 0: none)."""
+    if sys.platform != "linux" or not megabytes:
         return
     import resource
 

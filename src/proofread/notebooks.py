@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import queue
 import re
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def parameter_defaults(notebook: Notebook) -> dict[str, Any]:
     for cell in notebook.cells.cells:
         if "parameters" not in cell.metadata.get("tags", []):
             continue
-        for node in ast.parse(cell.source).body:
+        for node in _parse(strip_magics(cell.source), notebook.where).body:
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(node, ast.AnnAssign):
                 target = node.target
@@ -263,13 +264,16 @@ def file_digest(path: Path) -> str | None:
         return None
 
 
-def _imports(code: str, package: str = "", where: str = "a cell") -> Iterator[str]:
-    """Dotted names that ``code`` may import, those inside functions too."""
+def _parse(code: str, where: str) -> ast.Module:
     try:
-        tree = ast.parse(code)
+        return ast.parse(code)
     except SyntaxError as error:
         raise NotebookError(f"{where}, line {error.lineno}: {error.msg}") from error
-    for node in ast.walk(tree):
+
+
+def _imports(code: str, package: str = "", where: str = "a cell") -> Iterator[str]:
+    """Dotted names that ``code`` may import, those inside functions too."""
+    for node in ast.walk(_parse(code, where)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -524,7 +528,10 @@ def _engine(root: Path, memory_limit_mb: int, report: dict[str, Any]) -> Any:
         def wait_for_reply_on_shell(self) -> dict[str, Any]:
             from jupyter_core.utils import run_sync
 
-            return run_sync(self.kc.get_shell_msg)(timeout=60)  # type: ignore[no-any-return]
+            try:
+                return run_sync(self.kc.get_shell_msg)(timeout=60)  # type: ignore[no-any-return]
+            except queue.Empty as error:
+                raise NotebookError("the kernel gave no answer for 60 s: did it die?") from error
 
         def papermill_execute_cells(self) -> None:
             self.silent(f"{probe}.start({str(root)!r}, {memory_limit_mb})")
@@ -556,9 +563,10 @@ def execute(
     *,
     params: str | None = None,
     parameters: dict[str, Any] | None = None,
-    memory_limit_mb: int = MEMORY_LIMIT_MB,
 ) -> dict[str, Any]:
     """Execute a source into its stamped pair and return the stamp.
+
+    The budgets of memory and time are the book size's; other parameters have the whole machine.
 
     The pair appears by a rename once all is well. A failed execution leaves the old pair alone
     and its half-executed notebook in ``_build/failed``.
@@ -571,8 +579,9 @@ def execute(
     check_installed(notebook)
     report: dict[str, Any] = {}
     started = time.perf_counter()
+    memory = MEMORY_LIMIT_MB if params is None else 0
     limit = None if params else max(1, int(HANGS_AFTER * notebook.budget_seconds))
-    executed = _run_papermill(notebook, parameters or {}, memory_limit_mb, report, limit)
+    executed = _run_papermill(notebook, parameters or {}, memory, report, limit)
     seconds = time.perf_counter() - started
     clean(executed)
     if fault := stderr_fault(executed) or machine_fault(executed, notebook.root):
@@ -624,7 +633,7 @@ def _run_papermill(
         )
     except PapermillExecutionError as error:
         kept = _keep_failed(notebook, read_pair(scratch))
-        hint = f" (the limit is {memory_limit_mb} MiB)" if error.ename == "MemoryError" else ""
+        hint = f" ({_memory_words(memory_limit_mb)})" if error.ename == "MemoryError" else ""
         raise NotebookError(
             f"{notebook.where}: cell {error.exec_count} raised {error.ename}: {error.evalue}{hint}"
             f"; the run is kept in {kept}"
@@ -637,7 +646,7 @@ def _run_papermill(
     except DeadKernelError as error:
         raise NotebookError(
             f"{notebook.where}: the kernel died ({error}); if it was killed for memory, "
-            f"lower the parameters: the limit is {memory_limit_mb} MiB"
+            f"lower the parameters: {_memory_words(memory_limit_mb)}"
         ) from error
     except RuntimeError as error:
         raise NotebookError(
@@ -646,6 +655,10 @@ def _run_papermill(
         ) from error
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _memory_words(limit_mb: int) -> str:
+    return f"the limit is {limit_mb} MiB" if limit_mb else "there is no limit but the machine's"
 
 
 def json_copy(notebook: NotebookNode) -> NotebookNode:
@@ -757,7 +770,7 @@ def main(arguments: list[str] | None = None) -> int:
         lock = root / "_build" / "tmp" / f"{notebook.slug}.{notebook.stem}.lock"
         with locked(lock, f"{name} is being executed by another process: wait for it"):
             stamp = execute(notebook, params=params, parameters=given)
-    except NotebookError as error:
+    except (NotebookError, OSError) as error:  # a full disk among them
         print(f"error: {error}", file=sys.stderr)
         return 1
     run = stamp["run"]

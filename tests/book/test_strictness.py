@@ -328,6 +328,29 @@ def test_ways_around_nbval(book: Book) -> None:
     assert f"{THEORY}.md: cell 2 holds an NBVAL_ comment" in said
 
 
+def test_figures_that_are_too_heavy_together(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    from proofread import checks
+
+    monkeypatch.setattr(checks, "MAX_CHAPTER_FIGURE_BYTES", 1000)
+    (problem,) = checks.check_book(book.root)
+    assert problem.file == "book/chapters/demo"
+    assert "its figures take" in problem.fault
+
+
+def test_a_full_disk_is_said_and_loses_nothing(book: Book) -> None:
+    """A file where a folder has to be made stands in for a disk that takes nothing more."""
+    import shutil
+
+    before = (book.folder / "theory.ipynb").read_bytes()
+    shutil.rmtree(book.root / "_build" / "tmp", ignore_errors=True)
+    (book.root / "_build" / "tmp").write_text("")
+    done = book.call("-m", "proofread.notebooks", "demo/theory")
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (book.folder / "theory.ipynb").read_bytes() == before
+
+
 def test_a_swapped_picture_with_a_forged_hash(book: Book) -> None:
     import base64
     import io

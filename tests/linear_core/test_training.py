@@ -364,3 +364,18 @@ def test_slope_samples_split_by_flips():
         assert flipped.mean() > clean.mean(), "wrong labels pull harder"
         assert min(clean.min(), flipped.min()) >= 0
         assert max(clean.max(), flipped.max()) <= 1
+
+
+def test_scores_in_blocks_equal_scores_one_by_one():
+    x, y = blobs(5000)
+    features = torch.from_numpy(x)
+    ensemble = train_ensemble(
+        features[:40], torch.from_numpy(y[:40]).expand(2, -1), loss="hinge",
+        learning_rates=[0.1, 0.01], seeds=[0, 1], recipe=RECIPE, n_classes=K,
+    )  # fmt: skip
+    scores = ensemble.logits(features)  # 5,000 rows: more than one block
+    for index in range(2):
+        with torch.no_grad():
+            expected = ensemble.member(index)(features)
+        torch.testing.assert_close(scores[index], expected)
+    assert ensemble.logits(features[:0]).shape == (2, 0, K)

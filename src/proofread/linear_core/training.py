@@ -171,8 +171,9 @@ class Ensemble:
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """``[R, n, K]`` scores of ``x`` ``[n, d]``."""
-        return _scores(self.weights, x.expand(len(self), *x.shape))
+        """``[R, n, K]`` scores of ``x`` ``[n, d]``, in blocks: R copies of x would not fit."""
+        blocks = (_scores(self.weights, b.expand(len(self), *b.shape)) for b in x.split(4096))
+        return torch.cat(list(blocks), dim=1)
 
     def accuracies(self, x: Tensor, y: Tensor) -> Tensor:
         """``[R]`` fractions of ``x`` ``[n, d]`` classified as ``y``, ``[n]`` or ``[R, n]``."""

@@ -36,7 +36,7 @@ def start(root: str, memory_limit_mb: int) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Make more than ``megabytes`` of private memory an ordinary ``MemoryError`` (Linux; 0: none)."""
+    """Make private memory over ``megabytes`` an ordinary ``MemoryError`` (Linux; 0: no limit)."""
     if sys.platform != "linux" or not megabytes:
         return
     import resource

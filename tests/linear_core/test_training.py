@@ -23,6 +23,7 @@ from proofread.linear_core.training import (
     choose_learning_rate,
     compare_losses,
     find_loss,
+    generalized_cross_entropy_entry,
     gradient_magnitudes,
     linear_core_entry,
     margin_slopes,
@@ -67,6 +68,32 @@ def plain_loop(x, y, loss: str, lr: float, seed: int, recipe: Recipe) -> nn.Sequ
 def assert_same_model(ours: nn.Sequential, theirs: nn.Sequential, **tolerance) -> None:
     for name, weight in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], weight, **tolerance)
+
+
+def test_generalized_cross_entropy_by_hand():
+    """Two classes, log-odds log 3 for the label: p = 3/4."""
+    logits, target = torch.tensor([[math.log(3), 0.0]]).double(), torch.tensor([0])
+    p, q = 0.75, 0.7
+    entry = generalized_cross_entropy_entry(q)
+    assert entry.rows(logits, target).item() == pytest.approx((1 - p**q) / q)
+    assert entry.slope(logits, target).item() == pytest.approx(p**q * (1 - p))
+    mae = LOSSES["mean_absolute_error"]
+    assert mae.rows(logits, target).item() == pytest.approx(0.25)
+    assert mae.slope(logits, target).item() == pytest.approx(p * (1 - p))
+    near = generalized_cross_entropy_entry(1e-6).rows(logits, target)  # q -> 0 is cross-entropy
+    assert near.item() == pytest.approx(-math.log(p), rel=1e-5)
+
+
+def test_generalized_cross_entropy_has_a_gradient_where_the_label_is_hopeless():
+    logits = torch.tensor([[-800.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    generalized_cross_entropy_entry().rows(logits, torch.tensor([0])).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("q", [0, -0.5, 1.5, math.nan])
+def test_generalized_cross_entropy_bad_q(q):
+    with pytest.raises(ValueError, match="q must lie"):
+        generalized_cross_entropy_entry(q)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

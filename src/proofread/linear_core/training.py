@@ -67,6 +67,39 @@ def _hinge_slope(logits: Tensor, target: Tensor) -> Tensor:
     return (1 + _strongest_wrong(logits, target) > 0).to(logits.dtype)
 
 
+def _label_probability(logits: Tensor, target: Tensor) -> Tensor:
+    """``[n]``: the softmax probability of the label."""
+    return logits.softmax(1).gather(1, target[:, None])[:, 0]
+
+
+def generalized_cross_entropy_entry(q: float = 0.7) -> Loss:
+    """``(1 - p_y^q)/q`` as an entry for ``LOSSES``: cross-entropy as q → 0, at q = 1 the mean
+    absolute error ``1 - p_y`` (half of ``‖p - e_y‖₁``).
+
+    Source: Zhang and Sabuncu, *Generalized Cross Entropy Loss for Training Deep Neural Networks
+    with Noisy Labels* (NeurIPS 2018), where q = 0.7 is the default. Its slope in the log-odds of
+    the label is ``p_y^q·(1 - p_y)``: small for samples that the network finds wrong.
+
+    Raises:
+        ValueError: q outside (0, 1].
+    """
+    if not 0 < q <= 1:
+        raise ValueError(f"q must lie in (0, 1], got {q}")
+
+    def rows(logits: Tensor, target: Tensor) -> Tensor:
+        if q == 1:
+            return 1 - _label_probability(logits, target)
+        log_p = -F.cross_entropy(logits, target, reduction="none")
+        return -torch.expm1(q * log_p) / q  # no 0^q, whose derivative at 0 is infinite
+
+    def slope(logits: Tensor, target: Tensor) -> Tensor:
+        p = _label_probability(logits, target)
+        return p**q * (1 - p)
+
+    name = "mean absolute error" if q == 1 else f"generalized cross-entropy (q = {q:g})"
+    return Loss(name, rows, slope)
+
+
 def linear_core_entry(core: float = 1.0, scale: float = 1.0, tail: str = "exponential") -> Loss:
     """The constrained Linear-Core loss with these parameters, as an entry for ``LOSSES``."""
     surrogate = LinearCore(core, scale, tail)
@@ -82,6 +115,8 @@ def linear_core_entry(core: float = 1.0, scale: float = 1.0, tail: str = "expone
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss("cross-entropy", _cross_entropy_rows, _cross_entropy_slope),
+    "generalized_cross_entropy": generalized_cross_entropy_entry(),
+    "mean_absolute_error": generalized_cross_entropy_entry(q=1.0),
     "hinge": Loss("constrained hinge", _hinge_rows, _hinge_slope),
     "linear_core": linear_core_entry(),
     "linear_core_gamma": linear_core_entry(tail="gamma"),

@@ -7,6 +7,7 @@ from scipy.optimize import minimize_scalar
 
 from proofread.linear_core import LinearCore, reference_surrogate
 from proofread.linear_core import certificates as certify
+from proofread.linear_core.surrogates import TwoSidedLinearCore
 
 s = sympy.symbols("s", positive=True)
 
@@ -104,3 +105,113 @@ def test_the_attack_breaks_square_root_losses(name: str) -> None:
 def test_the_attack_wants_trials() -> None:
     with pytest.raises(ValueError, match="trials=1"):
         certify.attack(LinearCore(), 1, seed=0)
+
+
+# --- bounded hypotheses ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", ["exponential", "gamma", "logistic"])
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_bounded_gain_is_the_bounded_minimum(tail: str, two_sided: bool) -> None:
+    phi = TwoSidedLinearCore(0.8, 0.5, tail) if two_sided else LinearCore(0.8, 0.5, tail)
+    t, reach = np.array([0.05, 0.5, 0.95])[:, None], np.array([0.0, 0.3, 0.8, 1.1, 3.0, np.inf])
+    gain = certify.bounded_gain(phi, t, reach)  # [3, 6]
+    grid = np.linspace(0, 1, 200_001)
+    for i in range(3):
+        eta = (1 + t[i, 0]) / 2
+        for k, r in enumerate(np.minimum(reach, 12)):
+            u = np.concatenate([-r * grid[::20], r * grid])
+            least = np.min(eta * phi(u) + (1 - eta) * phi(-u))
+            assert gain[i, k] == pytest.approx(phi(0.0) - least, abs=1e-8)
+    assert np.all(gain >= np.minimum(0.8, reach) * t - 1e-15)
+    np.testing.assert_allclose(gain[:, 1], 0.3 * t[:, 0], rtol=1e-15)
+    np.testing.assert_allclose(gain[:, -1], phi.calibration(t[:, 0]), rtol=1e-15)
+
+
+def test_bounded_constant_is_the_supremum() -> None:
+    phi, t = LinearCore(0.8, 0.5), np.geomspace(1e-9, 1, 400)
+    for reach in (0.1, 0.8, 5.0):
+        ratios = t / certify.bounded_gain(phi, t, reach)
+        constant = float(certify.bounded_constant(phi, reach))
+        assert constant == pytest.approx(1 / min(0.8, reach), rel=1e-15)
+        assert np.max(ratios) <= constant * (1 + 1e-12)
+        assert ratios[0] == pytest.approx(constant, rel=1e-6)
+    assert certify.bounded_constant(phi, [0.0, np.inf]).tolist() == [np.inf, 1.25]
+    for bad in (-1.0, np.nan):
+        with pytest.raises(ValueError, match="reach must be >= 0"):
+            certify.bounded_constant(phi, bad)
+    with pytest.raises(ValueError, match="t must lie"):
+        certify.bounded_gain(phi, 1.5, 1.0)
+
+
+def test_minimizability_gap_by_minimisation() -> None:
+    phi = LinearCore()
+    w = np.linspace(-8, 8, 160_001)
+    right, left = 0.25 * phi(w) + 0.75 * phi(-w), 0.25 * phi(-w) + 0.75 * phi(w)  # x = 1, -1
+    for reach, within in ((None, np.abs(w) < 9), (1, np.abs(w) <= 1)):
+        example = certify.minimizability_gap_example(reach)
+        assert float(example.best) == pytest.approx(np.min((right + left)[within]) / 2, abs=1e-9)
+        alone = (np.min(right[within]) + np.min(left[within])) / 2
+        assert float(example.pointwise) == pytest.approx(alone, abs=1e-8)
+        assert sympy.simplify(example.best - example.pointwise - example.gap) == 0
+    assert certify.minimizability_gap_example().gap.equals(1 - sympy.log(3) / 4)
+    assert example.gap == sympy.Rational(1, 2)
+    assert example.zero_one_gap == sympy.Rational(1, 4)  # 1/2 for w ≠ 0, against 1/4
+    with pytest.raises(ValueError, match="reach must lie"):
+        certify.minimizability_gap_example(2)
+
+
+# --- what scale to choose -------------------------------------------------------------------------
+
+
+def test_descent_bound_and_its_minimum() -> None:
+    assert certify.descent_bound(2.0, 0.5, 3.0) == pytest.approx(3.5**2)
+    kappa = sympy.symbols("kappa", positive=True)
+    best, value = certify.verify_descent_minimum()
+    assert sympy.simplify(best - 1 / kappa) == 0
+    assert sympy.simplify(value - 4 * kappa) == 0
+
+
+def one_descent(phi: LinearCore, kappa: float, accuracy: float) -> int:
+    """Gradient descent on one score, step by step, as a naive twin."""
+    eta, u, steps = 1 / (1 + np.exp(-kappa)), 0.0, 0
+    best = phi(0.0) - phi.calibration(2 * eta - 1)
+    while eta * phi(u) + (1 - eta) * phi(-u) - best > phi.core * accuracy:
+        u -= (eta * phi.derivative(u) - (1 - eta) * phi.derivative(-u)) / phi.smoothness
+        steps += 1
+    return steps
+
+
+def test_descent_steps_against_the_twin_and_the_bound() -> None:
+    losses = [LinearCore(1, 0.3), LinearCore(0.5, 2.0), LinearCore(1, 1, "gamma")]
+    odds = np.array([-1.0, 0.5, 3.0])
+    steps = certify.descent_steps(losses, odds, 0.02)
+    assert steps.tolist() == [[one_descent(f, abs(k), 0.02) for k in odds] for f in losses]
+    for phi, row in zip(losses[:2], steps[:2], strict=True):  # exponential: L = 1/s
+        bound = certify.descent_bound(phi.core, phi.scale, np.abs(odds)) / (2 * 0.02)
+        assert np.all(row <= np.ceil(bound))
+
+
+def test_descent_depends_on_the_ratio_alone() -> None:
+    odds = np.linspace(0.3, 5, 6)
+    one, four = (certify.descent_steps([LinearCore(c, 0.5 * c)], odds, 0.01) for c in (1.0, 4.0))
+    assert one.tolist() == four.tolist()
+
+
+def test_best_measured_ratio_is_near_the_bound() -> None:
+    """At accuracy 0.01 the fewest steps are within a factor 2.1 of s/τ = 1/κ for κ = 1, 2, 4."""
+    ratios = np.geomspace(0.05, 10, 24)
+    steps = certify.descent_steps([LinearCore(1, x) for x in ratios], [1.0, 2.0, 4.0], 0.01)
+    for kappa, column in zip((1, 2, 4), steps.T, strict=True):
+        best = ratios[column == column.min()]
+        assert np.min(np.abs(np.log(best * kappa))) < np.log(2.1)
+        assert column.min() < column[0]
+        assert column.min() < column[-1]
+
+
+def test_descent_arguments() -> None:
+    assert certify.descent_steps([LinearCore()], 0.0, 0.1).tolist() == [[0]]
+    with pytest.raises(ValueError, match="accuracy=0"):
+        certify.descent_steps([LinearCore()], 1.0, 0)
+    with pytest.raises(ArithmeticError, match="limit=3"):
+        certify.descent_steps([LinearCore(1, 0.01)], 1.0, 0.01, limit=3)

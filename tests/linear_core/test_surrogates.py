@@ -14,6 +14,7 @@ from scipy.optimize import minimize_scalar
 
 from proofread.linear_core import LinearCore, certify_linear_bound, reference_surrogate
 from proofread.linear_core import surrogates as module
+from proofread.linear_core.surrogates import TwoSidedLinearCore, inverse_slope
 
 TAILS = ("exponential", "gamma", "logistic")
 REFERENCES = ("hinge", "logistic", "squared hinge", "smoothed hinge")
@@ -273,6 +274,146 @@ def test_the_constant_is_approached():
     assert ratios == sorted(ratios)
     assert ratios[-1] < phi.consistency_constant == 2
     assert ratios[-1] == pytest.approx(2, rel=1e-5)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("core", "scale"), [(0.01, 5.0), (3.0, 0.02), (40.0, 7.0)])
+def test_certificate_at_other_parameters(tail, core, scale):
+    """Only s enters the curvature; the linear part is τ, however short."""
+    phi = LinearCore(core, scale, tail)
+    bound = certify_linear_bound(phi)
+    assert bound.curvature == pytest.approx(
+        scale * certify_linear_bound(LinearCore(1, 1, tail)).curvature, rel=1e-12
+    )
+    t = np.concatenate([np.geomspace(1e-9, 0.1, 200), np.linspace(0.1, 1, 200)])
+    line = core * t + bound.curvature * t**2 / 2
+    assert np.all(phi.calibration(t) >= line * (1 - 1e-11))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_inverse_slope(tail):
+    ratio = np.array([1.0, 1 - 1e-9, 0.7, 1e-5])
+    v = inverse_slope(tail, ratio)
+    np.testing.assert_allclose(module.TAILS[tail].slope(v, np), ratio, rtol=1e-12)
+    assert inverse_slope(tail, 0.0) == np.inf
+    for bad in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="ratio must lie"):
+            inverse_slope(tail, bad)
+
+
+@pytest.mark.parametrize(("tail", "core", "scale"), SETTINGS)
+def test_best_margin_is_the_minimiser(tail, core, scale):
+    phi = LinearCore(core, scale, tail)
+    assert phi.best_margin(0.0) == core
+    assert phi.best_margin(1.0) == math.inf
+    for t in (1e-6, 0.3, 0.99):
+        slope = phi.derivative(phi.best_margin(t))
+        assert slope == pytest.approx(-(1 - t) / (1 + t), rel=1e-11)
+
+
+# --- two-sided ------------------------------------------------------------------------------------
+
+STEEPENINGS = (0.3, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(("tail", "core", "scale"), SETTINGS)
+def test_two_sided_values(tail, core, scale):
+    """Right of -τ the one-sided loss; left of it, the integral of the stated slope."""
+    phi, one = TwoSidedLinearCore(core, scale, tail, 2.0), LinearCore(core, scale, tail)
+    u = np.linspace(-core, 9, 50)
+    np.testing.assert_array_equal(phi(u), one(u))
+    shape = module.TAILS[tail]
+    for v in (0.1, 1.0, 6.0):
+        grid = (np.arange(20_000) + 0.5) / 20_000 * v
+        area = np.mean(1 + 2 * (1 - shape.slope(grid, np))) * v * scale
+        assert phi(-core - scale * v) == pytest.approx(one(-core) + area, rel=1e-8)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("steepening", STEEPENINGS)
+def test_two_sided_slope_is_bounded_and_smooth(tail, steepening):
+    phi = TwoSidedLinearCore(0.8, 0.5, tail, steepening)
+    u = np.linspace(-12, 8, 400_001)
+    slope = phi.derivative(u)
+    assert np.all(np.diff(slope) >= -1e-15)
+    assert slope[0] == pytest.approx(-(1 + steepening), abs=1e-7)
+    assert np.all(slope >= -(1 + steepening))
+    assert np.all(slope[np.abs(u) <= 0.8] == -1)
+    steepest = np.max(np.diff(slope) / np.diff(u))
+    assert steepest == pytest.approx(phi.smoothness, rel=1e-3)
+    assert steepest <= phi.smoothness * (1 + 1e-7)
+    x = torch.tensor([-3.0, -0.8, -0.2, 0.8, 2.0], dtype=torch.float64, requires_grad=True)
+    (auto,) = torch.autograd.grad(phi(x).sum(), x)
+    torch.testing.assert_close(auto, phi.derivative(x.detach()), rtol=1e-13, atol=0)
+    np.testing.assert_allclose(phi(x.detach().numpy()), phi(x).detach().numpy(), rtol=1e-15)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_two_sided_stitches_by_sympy(tail):
+    core, scale = sympy.symbols("tau s", positive=True)
+    u = sympy.symbols("u", real=True)
+    phi = TwoSidedLinearCore(tail=tail, steepening=0.5)
+    (left, _), (line, _), _ = phi.symbolic(u, core, scale).args
+    jumps = [
+        sympy.simplify((sympy.diff(left, u, n) - sympy.diff(line, u, n)).subs(u, -core))
+        for n in range(3)
+    ]
+    assert jumps[:2] == [0, 0]
+    assert (jumps[2] == 0) == (tail == "gamma")
+    exact = TwoSidedLinearCore(0.5, 0.25, tail, 0.5)
+    assert float(exact.symbolic(u).subs(u, -2)) == pytest.approx(exact(-2.0), rel=1e-14)
+
+
+@pytest.mark.parametrize(("tail", "core", "scale"), SETTINGS)
+@pytest.mark.parametrize("steepening", STEEPENINGS)
+def test_two_sided_calibration(tail, core, scale, steepening):
+    phi = TwoSidedLinearCore(core, scale, tail, steepening)
+    t = sympy.symbols("t", positive=True)
+    for value in (0.03125, 0.25, 0.75, 0.96875):
+        transform = phi.calibration(value)
+        assert transform == pytest.approx(minimised(phi, value), rel=1e-8)
+        assert transform > core * value
+        assert phi.calibration_ball(value).overlaps(arb(transform) + arb(0, 1e-12))
+        symbol = phi.calibration_symbolic(t).subs(t, sympy.Rational(value))
+        assert float(symbol.evalf(30)) == pytest.approx(transform, rel=1e-12)
+        u = phi.best_margin(value)
+        stationary = (1 + value) * phi.derivative(u) - (1 - value) * phi.derivative(-u)
+        assert stationary == pytest.approx(0, abs=1e-12)
+    assert phi.calibration(0.0) == 0
+    assert phi.calibration_ball(0) == 0
+    assert phi.calibration(1.0) == pytest.approx(phi(0.0), rel=1e-15)
+    assert phi.calibration(1e-12) == pytest.approx(core * 1e-12, rel=1e-6)
+    assert phi.consistency_constant == pytest.approx(1 / core)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_two_sided_certificate(tail):
+    phi = TwoSidedLinearCore(0.7, 1.4, tail, 2.0)
+    bound = certify_linear_bound(phi)
+    assert bound.ratio == 1
+    assert bound.curvature == pytest.approx(
+        certify_linear_bound(LinearCore(0.7, 1.4, tail)).curvature / 3, rel=1e-12
+    )
+    t = np.linspace(1e-3, 1, 2001)
+    assert np.all(np.diff(phi.calibration(t), 2) >= (bound.curvature * 0.999) * (t[1] - t[0]) ** 2)
+
+
+def test_two_sided_edges():
+    phi = TwoSidedLinearCore(1, 0.01)
+    u = np.array([-np.inf, np.inf, np.nan, -1e300])
+    with warnings.catch_warnings(), np.errstate(over="raise", invalid="raise"):
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(phi(u), [np.inf, 0, np.nan, 2e300])
+        np.testing.assert_array_equal(phi.derivative(u), [-2, 0, np.nan, -2])
+    np.testing.assert_array_equal(phi(torch.from_numpy(u)).numpy(), phi(u))
+    assert isinstance(phi(-3), float)
+    assert phi(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    for bad in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"^steepening must be"):
+            TwoSidedLinearCore(steepening=bad)
+    for bad in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=r"t must lie in \[0, 1\]"):
+            phi.calibration_ball(bad)
 
 
 # --- reference surrogates -------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..stats import Estimate, fit_exponent
 from .surrogates import TAILS, LinearCore, ReferenceSurrogate
@@ -146,3 +147,177 @@ def attack(surrogate: Surrogate, trials: int, seed: int) -> tuple[float, Regrets
     found = regrets(surrogate, (1 + gap) / 2, -np.sign(gap) * size)
     core = surrogate.core if isinstance(surrogate, LinearCore) else 1.0
     return float(np.max(core * found.zero_one / found.surrogate)), found
+
+
+def _reach(reach: ArrayLike) -> NDArray[np.float64]:
+    size = np.asarray(reach, dtype=np.float64)
+    if not np.all(size >= 0):
+        raise ValueError("reach must be >= 0: it is the largest |h(x)| within the hypothesis set")
+    return size
+
+
+def bounded_gain(surrogate: LinearCore, t: ArrayLike, reach: ArrayLike) -> NDArray[np.float64]:
+    """``C(0) - min C`` over ``|u| ≤ reach``: the least price of a wrong sign with bounded scores.
+
+    Linear hypotheses ``h(x) = w·x + b`` with ``‖w‖ ≤ W`` and ``|b| ≤ B`` reach exactly the scores
+    ``|u| ≤ r = W·‖x‖ + B`` at ``x``. A wrong sign still costs at least ``C(0)`` (convexity), and on
+    ``[0, r]`` the convex ``C`` is least at ``min(r, u*)``. So the gain is ``r·t`` for ``r ≤ τ``
+    (the whole segment is core) and ``𝒯(t)`` for ``r ≥ u*``; always at least ``min(τ, r)·t``.
+
+    Args:
+        surrogate: one- or two-sided.
+        t: ``|2η - 1|`` in [0, 1]; broadcasts against ``reach``.
+        reach: ``r ≥ 0``; infinite for a complete set.
+
+    Returns:
+        The gains, in the shape of the broadcast.
+
+    Raises:
+        ValueError: a ``t`` outside [0, 1], a negative or NaN ``reach``.
+    """
+    gap, size = np.broadcast_arrays(np.asarray(t, dtype=np.float64), _reach(reach))
+    best = np.asarray(surrogate.best_margin(gap))
+    u = np.where(size < best, size, surrogate.core)  # the ends have their own formulas below
+    risk = (1 + gap) / 2 * surrogate(u) + (1 - gap) / 2 * surrogate(-u)
+    beyond = np.where(u > surrogate.core, surrogate(0.0) - risk, u * gap)
+    return np.asarray(np.where(size < best, beyond, surrogate.calibration(gap)))
+
+
+def bounded_constant(surrogate: LinearCore, reach: ArrayLike) -> NDArray[np.float64]:
+    """``sup t/gain`` over ``t`` for scores ``|u| ≤ reach``: ``1/min(τ, reach)``, infinite at 0.
+
+    The gain is at least ``min(τ, r)·t`` by its value at ``u = min(τ, r)``, and its slope at
+    ``t = 0`` is exactly that. Linear hypotheses without a bias have ``r = W·‖x‖``: the constant
+    grows without bound as ``‖x‖ → 0``, whatever the surrogate.
+
+    Raises:
+        ValueError: a negative or NaN ``reach``.
+    """
+    with np.errstate(divide="ignore"):
+        return np.asarray(1 / np.minimum(surrogate.core, _reach(reach)))
+
+
+class MinimizabilityGap(NamedTuple):
+    """Best risks of a hypothesis set, the means of its pointwise infima, and their differences.
+
+    All four are sympy numbers; ``gap = best - pointwise`` and likewise for the 0-1 loss.
+    """
+
+    best: Any
+    pointwise: Any
+    gap: Any
+    zero_one_gap: Any
+
+
+def minimizability_gap_example(reach: Any = None) -> MinimizabilityGap:
+    """Two points where linear hypotheses have a minimizability gap; exact, for ``τ = s = 1``.
+
+    ``X = ±1`` with probability 1/2 each, ``P(Y = 1) = 1/4`` at both, hypotheses ``h(x) = w·x``
+    without a bias (exponential tail). ``R(w) = (C(w) + C(-w))/2`` is convex and even, so ``w = 0``
+    is best and costs ``C(0) = 2``. Point by point one would score ``-u*`` at both, which no line
+    through the origin does: the pointwise infima average ``2 - 𝒯(1/2)``. For the 0-1 loss every
+    ``w ≠ 0`` is right at one of the two points (risk 1/2), ``w = 0`` predicts +1 at both (3/4), and
+    the pointwise infimum is 1/4.
+
+    Args:
+        reach: the bound ``|w| ≤ W``, a positive rational ``W ≤ 1``; ``None`` for none.
+
+    Returns:
+        Exact numbers: the gap is ``1 - log(3)/4`` without a bound on ``w`` and ``W/2`` with one.
+
+    Raises:
+        ValueError: a ``reach`` outside (0, 1].
+    """
+    import sympy
+
+    phi, half = LinearCore(), sympy.Rational(1, 2)
+    best = phi.symbolic(sympy.Integer(0))
+    gain = sympy.simplify(phi.calibration_symbolic(half)) if reach is None else half * reach
+    if reach is not None and not 0 < reach <= 1:
+        raise ValueError(f"reach must lie in (0, 1], where the whole segment is core, got {reach}")
+    return MinimizabilityGap(best, best - gain, gain, half - sympy.Rational(1, 4))
+
+
+def descent_bound(core: Any, scale: Any, log_odds: Any) -> Any:
+    """``(τ + sκ)²/(τs)``: gradient descent's bound on the 0-1 regret, times ``2T``.
+
+    For an L-smooth convex risk, T steps of length 1/L from 0 leave a regret of at most
+    ``L·|u*|²/(2T)``. The exponential tail has ``L = 1/s``, log-odds ``κ`` are fitted at
+    ``u* = τ + sκ``, and the 0-1 regret is at most ``1/τ`` times the surrogate's. Only ``x = s/τ``
+    matters: the value is ``(1 + xκ)²/x``, least at ``x = 1/κ``, where it is ``4κ``.
+
+    Takes floats, arrays or sympy symbols alike; no argument is checked.
+    """
+    return (core + scale * log_odds) ** 2 / (core * scale)
+
+
+def verify_descent_minimum() -> tuple[Any, Any]:
+    """The best ``s/τ`` for ``descent_bound`` and its least value, by sympy: ``(1/κ, 4κ)``.
+
+    Solves for the stationary point with symbols ``τ``, ``s`` and ``κ``.
+
+    Raises:
+        ArithmeticError: no single positive stationary point, or one that is no minimum.
+    """
+    import sympy
+
+    core, scale, odds = sympy.symbols("tau s kappa", positive=True)
+    bound = descent_bound(core, scale, odds)
+    roots = sympy.solve(sympy.diff(bound, scale), scale)
+    if len(roots) != 1 or not sympy.simplify(sympy.diff(bound, scale, 2)).is_positive:
+        raise ArithmeticError("the bound should have one stationary point, a minimum")
+    return sympy.simplify(roots[0] / core), sympy.simplify(bound.subs(scale, roots[0]))
+
+
+def descent_steps(
+    surrogates: Sequence[LinearCore],
+    log_odds: ArrayLike,
+    accuracy: float,
+    limit: int = 100_000,
+) -> NDArray[np.int64]:
+    """Steps of gradient descent until the surrogate regret is at most ``τ·accuracy``.
+
+    One point with ``η = 1/(1 + e^(-κ))``, its score started at 0, steps of length ``1/L`` with
+    ``L = surrogate.smoothness``, which bounds the curvature of ``C``. By the linear bound the 0-1
+    regret is then at most ``accuracy``. With a complete hypothesis set several points descend
+    independently, so the largest entry of a row is the time until all of them are done.
+
+    ``descent_bound`` assumes the worst convex function of that smoothness and distance, which this
+    risk is not: its tail pulls exponentially less, so the measured best ``s/τ`` need not be 1/κ.
+
+    Args:
+        surrogates: S surrogates, for instance one a ratio ``s/τ``.
+        log_odds: κ, one number or ``[P]`` of them; κ and -κ take equally long.
+        accuracy: the target, in units of 0-1 regret; > 0.
+        limit: give up after so many steps.
+
+    Returns:
+        ``[S, P]`` integers.
+
+    Raises:
+        ValueError: an ``accuracy`` that is not positive.
+        ArithmeticError: a point not done within ``limit`` steps.
+    """
+    if not accuracy > 0:
+        raise ValueError(f"accuracy={accuracy} must be > 0: the target is never met exactly")
+    odds = np.abs(np.atleast_1d(np.asarray(log_odds, dtype=np.float64)))  # [P]
+    return np.stack([_descend(surrogate, odds, accuracy, limit) for surrogate in surrogates])
+
+
+def _descend(
+    surrogate: LinearCore, odds: NDArray[np.float64], accuracy: float, limit: int
+) -> NDArray[np.int64]:
+    from scipy.special import expit
+
+    eta = expit(odds)  # [P]
+    best = surrogate(0.0) - surrogate.calibration(2 * eta - 1)
+    u, steps = np.zeros_like(odds), np.zeros(odds.shape, dtype=np.int64)
+    for _ in range(limit + 1):
+        risk = eta * surrogate(u) + (1 - eta) * surrogate(-u)
+        waiting = risk - best > surrogate.core * accuracy
+        if not waiting.any():
+            return steps
+        slope = eta * surrogate.derivative(u) - (1 - eta) * surrogate.derivative(-u)
+        u = np.where(waiting, u - slope / surrogate.smoothness, u)
+        steps += waiting
+    raise ArithmeticError(f"not done after limit={limit} steps: raise accuracy or limit")

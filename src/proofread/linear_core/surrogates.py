@@ -1,6 +1,7 @@
 """Linear-Core surrogates: scalar margin losses with a linear core and a smooth tail.
 
-``LinearCore`` is the one-sided family of this chapter. For a margin ``u``, a core ``τ`` and a
+``LinearCore`` is the one-sided family of this chapter, ``TwoSidedLinearCore`` a variant for binary
+margins whose left piece is curved as well. For a margin ``u``, a core ``τ`` and a
 scale ``s`` it is linear with slope -1 up to ``τ`` and decays smoothly after:
 
 * ``u ≤ τ``: ``Φ(u) = Φ(τ) + τ - u``;
@@ -83,6 +84,37 @@ def _gamma_minimiser(t: np.ndarray) -> np.ndarray:
     series = p * (1 + p * (1 / 3 + p * (1 / 36 - p * (1 / 270 - p / 4320))))
     direct = -1 - lambertw(-(1 - t) / (1 + t) / math.e, k=-1).real
     return np.where(t < 1e-4, series, direct)
+
+
+def _gamma_inverse(ratio: np.ndarray) -> np.ndarray:
+    return _gamma_minimiser((1 - ratio) / (1 + ratio))
+
+
+# The v ≥ 0 at which a tail's slope has fallen to a ratio in (0, 1].
+_INVERSE_SLOPES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "exponential": lambda ratio: -np.log(ratio),
+    "gamma": _gamma_inverse,
+    "logistic": lambda ratio: np.log((2 - ratio) / ratio),
+}
+
+
+def inverse_slope(tail: str, ratio: Any) -> np.ndarray:
+    """The ``v ≥ 0`` with ``-Φ'(τ + s·v) = ratio``, elementwise; infinite where ``ratio`` is 0.
+
+    Closed forms: ``-log ratio``, Lambert's ``W₋₁`` for the gamma tail, ``log((2 - ratio)/ratio)``.
+
+    Args:
+        tail: ``"exponential"``, ``"gamma"`` or ``"logistic"``.
+        ratio: numbers in [0, 1].
+
+    Raises:
+        ValueError: a ratio outside [0, 1] or NaN.
+    """
+    ratio = np.asarray(ratio, dtype=np.float64)
+    if not np.all((ratio >= 0) & (ratio <= 1)):
+        raise ValueError("ratio must lie in [0, 1]: it is a slope of a tail, which starts at 1")
+    inside = np.where(ratio > 0, ratio, 0.5)
+    return np.where(ratio > 0, np.maximum(_INVERSE_SLOPES[tail](inside), 0), np.inf)
 
 
 def _logistic_excess(t: np.ndarray) -> np.ndarray:
@@ -238,6 +270,19 @@ class LinearCore:
         core = sympy.Rational(self.core) if core is None else core
         return core, sympy.Rational(self.scale) if scale is None else scale
 
+    def best_margin(self, t: Any) -> Any:
+        """The minimiser ``u* = τ + s·v`` of ``C`` at ``η = (1+t)/2``, for ``t`` in [0, 1].
+
+        ``-Φ'(u*) = (1-t)/(1+t)``; ``τ`` at ``t = 0``, where every ``|u| ≤ τ`` minimises, and
+        infinite at ``t = 1``.
+
+        Raises:
+            ValueError: a ``t`` outside [0, 1] or NaN.
+        """
+        gap = _probability_gap(t)
+        v = inverse_slope(self.tail, (1 - gap) / (1 + gap))
+        return _like(self.core + self.scale * v, t)
+
     def calibration(self, t: Any) -> Any:
         """The calibration transform ``𝒯(t)`` in closed form, for ``t`` in [0, 1].
 
@@ -299,6 +344,117 @@ class LinearCore:
         return _calibration_at(self.shape, v, t, m, core=core, scale=scale)
 
 
+@dataclass(frozen=True)
+class TwoSidedLinearCore(LinearCore):
+    """The two-sided variant, straight on ``[-τ, τ]`` only: for binary margins.
+
+    On ``u ≥ -τ`` it is ``LinearCore``. Left of the core, with ``v = (-τ - u)/s`` and the tail's
+    slope ``σ``, ``Φ'(u) = -1 - c·(1 - σ(v))`` for ``c = steepening``: the tail mirrored, from slope
+    -1 to ``-(1 + c)``. So ``Φ`` is convex, as differentiable as its tail, and its slope is bounded.
+
+    For binary margins everything follows from the one-sided loss. Both heights above the core line
+    have one shape, so with ``w = 1 + c·(1 - t)`` the calibration transform is the perspective
+    ``𝒯(t) = w·𝒯₁(t/w)`` of the one-sided ``𝒯₁``, its minimiser is the one-sided one at ``t/w``, and
+    ``𝒯''(t) = 𝒯₁''(t/w)·(1 + c)²/w³``. The constant stays ``1/τ``, approached and not attained.
+
+    Not for more than two classes: in the constrained multi-class form a curved left piece makes the
+    bound quadratic near ties for every K ≥ 4 (see ``multiclass.constrained_two_sided_ratio``).
+
+    Args:
+        core: ``τ > 0``, half the length of the straight part.
+        scale: ``s > 0``, the length over which both pieces bend.
+        tail: ``"exponential"``, ``"gamma"`` or ``"logistic"``, on both sides.
+        steepening: ``c > 0``, how much steeper than 1 the left piece becomes.
+
+    Raises:
+        ValueError: a number not finite and positive, or an unknown ``tail``.
+
+    Example:
+        >>> phi = TwoSidedLinearCore()
+        >>> phi(-1.0), round(phi(-2.0), 4), round(phi.derivative(-2.0), 4)
+        (3.0, 4.3679, -1.6321)
+    """
+
+    steepening: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "steepening", _positive("steepening", self.steepening))
+
+    @property
+    def smoothness(self) -> float:
+        """Lipschitz constant of ``Φ'``: ``max(1, c)`` times the one-sided one."""
+        return max(1.0, self.steepening) * self.shape.curvature / self.scale
+
+    def __call__(self, u: Any) -> Any:
+        """``Φ(u)``, elementwise."""
+        if isinstance(u, torch.Tensor):
+            # clamp has slope 1 where u = -τ, as the tail's argument has: the two cancel there.
+            left = (-self.core - u).clamp(min=0)
+            bend = left + self.scale * (self.shape.value(self._v(-u), torch) - self._start)
+            return super().__call__(u) + self.steepening * bend
+        array: Any = _as_floating(u)
+        fall = self.scale * (self.shape.value(self._v(-array), np) - self._start)
+        bend = np.maximum(-self.core - array, 0) + fall
+        return _like(super().__call__(array) + self.steepening * bend, u)
+
+    @property
+    def _start(self) -> float:
+        return float(self.shape.value(0.0, np))
+
+    def derivative(self, u: Any) -> Any:
+        """``Φ'(u)``, elementwise, in [-(1 + c), 0]; both sides agree at ``±τ``."""
+        m: Any = torch if isinstance(u, torch.Tensor) else np
+        margin = u if m is torch else _as_floating(u)
+        left = self.steepening * (1 - self.shape.slope(self._v(-margin), m))
+        return _like(super().derivative(margin) - left, u)
+
+    def symbolic(self, u: Any, core: Any = None, scale: Any = None) -> Any:
+        """``Φ(u)`` as a sympy ``Piecewise`` of three pieces (arguments as for ``LinearCore``)."""
+        import sympy
+
+        core, scale = self._exact(core, scale)
+        m = _sympy_functions()
+        (line, _), (tail, _) = LinearCore(tail=self.tail).symbolic(u, core, scale).args
+        v = (-core - u) / scale
+        bend = scale * (v + self.shape.value(v, m) - self.shape.value(sympy.Integer(0), m))
+        left = line + sympy.Rational(self.steepening) * bend
+        return sympy.Piecewise((left, u <= -core), (line, u <= core), (tail, True))
+
+    def _weight(self, t: Any) -> Any:
+        return 1 + self.steepening * (1 - t)
+
+    def best_margin(self, t: Any) -> Any:
+        """The minimiser of ``C`` at ``η = (1+t)/2``: the one-sided one at ``t/(1 + c·(1-t))``."""
+        gap = _probability_gap(t)
+        return _like(super().best_margin(gap / self._weight(gap)), t)
+
+    def calibration(self, t: Any) -> Any:
+        """``𝒯(t) = w·𝒯₁(t/w)`` with ``w = 1 + c·(1-t)``, for ``t`` in [0, 1].
+
+        Raises:
+            ValueError: a ``t`` outside [0, 1] or NaN.
+        """
+        gap = _probability_gap(t)
+        weight = self._weight(gap)
+        return _like(weight * super().calibration(gap / weight), t)
+
+    def calibration_symbolic(self, t: Any, core: Any = None, scale: Any = None) -> Any:
+        """``𝒯(t)`` as a sympy expression on ``0 < t < 1`` (arguments as in ``symbolic``)."""
+        import sympy
+
+        weight = 1 + sympy.Rational(self.steepening) * (1 - t)
+        return weight * super().calibration_symbolic(t / weight, core, scale)
+
+    def calibration_ball(self, t: Any) -> Any:
+        """``𝒯(t)`` in ball arithmetic (argument and errors as for ``LinearCore``)."""
+        from flint import arb
+
+        t = arb(t)
+        weight = 1 + arb(self.steepening) * (1 - t)
+        return weight * super().calibration_ball(t / weight)  # exact at 0 and 1
+
+
 def _calibration_at(tail: Tail, v: Any, t: Any, m: Any, *, core: Any, scale: Any) -> Any:
     """``C(0) - C(u*)`` with ``u* = τ + s·v``: the definition, in any arithmetic."""
     start = scale * tail.value(0 * t, m)  # Φ(τ)
@@ -334,10 +490,13 @@ def certify_linear_bound(surrogate: LinearCore, tolerance: float = 1e-6) -> Line
     point is sampled: balls on ``𝒯(t) - τ·t`` itself would fail at its double zero ``t = 0`` and at
     the logarithm in ``t = 1``, which is why the proof goes through the second derivative.
 
+    A ``TwoSidedLinearCore`` has ``𝒯''(t) = 𝒯₁''(t/w)·(1 + c)²/w³`` with ``1 ≤ w ≤ 1 + c``, so the
+    one-sided bound divided by ``1 + c`` holds for it.
+
     Args:
         surrogate: the surrogate to certify.
-        tolerance: relative slack of ``m``. For the exponential tail the exact value is
-            ``(27/16)·s``, at ``t = 1/3``.
+        tolerance: relative slack of the one-sided ``m``. For the exponential tail the exact value
+            is ``(27/16)·s``, at ``t = 1/3``.
 
     Raises:
         ArithmeticError: an identity that fails to simplify to zero (a tail with wrong formulas).
@@ -348,7 +507,9 @@ def certify_linear_bound(surrogate: LinearCore, tolerance: float = 1e-6) -> Line
     identities = verify_identities(surrogate.tail)
     factor, q = surrogate.shape.steepness
     top, pieces = _upper_bound(q, tolerance)
-    m = math.nextafter(float((arb(factor) * arb(surrogate.scale) / top).lower()), 0)
+    steepening = surrogate.steepening if isinstance(surrogate, TwoSidedLinearCore) else 0.0
+    least = arb(factor) * arb(surrogate.scale) / (top * (1 + arb(steepening)))
+    m = math.nextafter(float(least.lower()), 0)
     return LinearBound(1.0 if m > 0 else 0.0, m, pieces, identities)
 
 

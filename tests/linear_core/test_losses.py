@@ -3,9 +3,11 @@ cross-entropy's conventions."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
+import pickle
 import platform
 import runpy
 import sys
@@ -386,6 +388,441 @@ def test_module_twin_and_repr():
     assert torch.equal(module.state_dict()["class_weight"], weight)
 
 
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_module_survives_copies_and_state(twin):
+    logits, target = problem()
+    options = {"core": 0.5, "scale": 2.0, "tail": "gamma", "form": "sum", "reduction": "sum"}
+    module = LinearCoreLoss(**options, ignore_index=3, class_weight=torch.rand(5), inplace=True)
+    other = twin(module)
+    assert repr(other) == repr(module)
+    assert "inplace=True" in repr(other)
+    assert torch.equal(other(logits, target), module(logits, target))
+    bare = LinearCoreLoss(**options, ignore_index=3, class_weight=torch.ones(5))
+    bare.load_state_dict(module.state_dict())
+    assert torch.equal(bare(logits, target), module(logits, target))
+    assert LinearCoreLoss().state_dict() == {}
+    assert LinearCoreLoss(class_weight=torch.ones(5)).double().class_weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_transforms_of_torch_func(tail, form):
+    """Per-sample gradients, Jacobians and forward mode, against one row at a time."""
+    logits, target = problem()
+    target[4] = -100
+    options = {"tail": tail, "form": form, "reduction": "sum"}
+    weight = torch.tensor([0.3, 1.0, 2.0, 0.7, 0.0], dtype=torch.float64)
+
+    def loss(h: Tensor, y: Tensor, **more) -> Tensor:
+        return linear_core_loss(h, y, **options | more)
+
+    rows = value_and_gradient(naive, logits, target, **options)[1] * 2  # each from its own row
+    each = torch.vmap(torch.func.grad(loss))(logits, target)
+    torch.testing.assert_close(each, rows)
+    value, tangent = torch.func.jvp(lambda h: loss(h, target), (logits,), (logits,))
+    torch.testing.assert_close(value, naive(logits, target, **options))
+    torch.testing.assert_close(tangent, (each * logits).sum())
+    for reduction in REDUCTIONS:
+        more = {"reduction": reduction, "class_weight": weight}
+        table = torch.func.jacrev(lambda h, m=more: loss(h, target, **m))(logits)
+        leaf = logits.clone().requires_grad_()
+        for row, total in zip(
+            table.reshape(-1, 7, 5), loss(leaf, target, **more).reshape(-1), strict=True
+        ):
+            torch.testing.assert_close(row, torch.autograd.grad(total, leaf, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transforms_follow_the_conventions(form):
+    """Half precision, extra dimensions, nothing to average, bad values: as without transforms."""
+    logits, target = problem(n=8, dtype=torch.bfloat16)
+    batches = logits.reshape(2, 2, 2, 5).movedim(-1, 2), target.reshape(2, 2, 2)  # [2, 2, 5, 2]
+    batches[1][1, 0, 0] = -100
+
+    def plain(h: Tensor, y: Tensor) -> Tensor:
+        return linear_core_loss(h, y, form=form)
+
+    def check(h: Tensor, y: Tensor) -> None:
+        expected = torch.stack([plain(*pair) for pair in zip(h, y, strict=True)])
+        ours = torch.vmap(plain)(h, y)
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, equal_nan=True, rtol=5e-3, atol=1e-30)
+
+    check(*batches)
+    check(logits, target)  # eight unbatched ones
+    for bad in (NAN, math.inf, -math.inf, 3e38):
+        for where in range(5):
+            h = batches[0].float()
+            h[0, 0, where] = bad
+            h[1, 0, where, 0] = bad  # ignored
+            check(h, batches[1])
+    check(batches[0], torch.full_like(batches[1], -100))
+    nothing = torch.full_like(target, -100)
+    gradient = torch.func.grad(lambda h: plain(h, nothing))(logits.float())
+    assert torch.equal(gradient, torch.zeros(8, 5))
+    weightless = {"form": form, "class_weight": torch.zeros(5)}
+    gradient, value = torch.func.grad_and_value(
+        lambda h: linear_core_loss(h, target, **weightless)
+    )(logits.float())
+    assert value.isnan()
+    assert torch.equal(gradient, torch.zeros(8, 5))
+
+
+def test_transforms_cannot_work_in_place():
+    logits, target = problem()
+    with pytest.raises(ValueError, match=r"inplace=True has no meaning under torch\.func"):
+        torch.func.grad(lambda h: linear_core_loss(h * 1, target, inplace=True))(logits)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_models_get_the_same(inplace):
+    """Dynamo leaves its graph for the call; values and gradients are the eager ones."""
+    torch.manual_seed(0)
+    layer, features = torch.nn.Linear(4, 6), torch.randn(9, 4)
+    target = torch.randint(6, (9,))
+    criterion = LinearCoreLoss(inplace=inplace)
+
+    def step(x: Tensor) -> Tensor:
+        return 1 * criterion(layer(x).sin() * 2, target)
+
+    expected = torch.autograd.grad(step(features), layer.weight)
+    torch._dynamo.reset()
+    compiled = torch.autograd.grad(torch.compile(step, backend="eager")(features), layer.weight)
+    torch.testing.assert_close(compiled, expected)
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
+def hidden(leaf: Tensor) -> Tensor:
+    """Logits as a model makes them: not a leaf."""
+    return leaf * 1.0
+
+
+def in_place(leaf: Tensor, target: Tensor, **options) -> Tensor:
+    return linear_core_loss(hidden(leaf), target, inplace=True, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_in_place_is_the_same_bit_for_bit(monkeypatch, dtype, tail, form):
+    """All reductions (their gradients arrive as 1.25 or a value a row), weights, ignored rows."""
+    monkeypatch.setattr(losses, "CPU_BLOCK", 12)
+    logits, target = problem(n=9, dtype=dtype)
+    target[[0, 4]] = -100
+    weight = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.5], dtype=torch.float32)
+    for reduction, class_weight in itertools.product(REDUCTIONS, (None, weight)):
+        options = {"reduction": reduction, "class_weight": class_weight, "tail": tail}
+        options |= {"form": form, "scale": 0.7}
+        ours = value_and_gradient(in_place, logits, target, **options)
+        plain = value_and_gradient(linear_core_loss, logits, target, **options)
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_in_place_gradcheck():
+    logits, target = problem(n=4, k=4, seed=3)
+    target[1] = -100
+    leaf = logits.clone().requires_grad_()
+    for form, reduction in itertools.product(FORMS, REDUCTIONS):
+        options = {"form": form, "reduction": reduction, "scale": 0.8}
+        assert torch.autograd.gradcheck(lambda h, o=options: in_place(h, target, **o), leaf)
+
+
+def test_in_place_gradient_takes_the_memory_of_the_logits():
+    logits, target = problem(dtype=torch.float32)
+    leaf = logits.clone().requires_grad_()
+    expected = value_and_gradient(linear_core_loss, logits, target, reduction="sum")[1]
+    scores = hidden(leaf)
+    alias, arrived = scores.detach(), []
+    scores.register_hook(arrived.append)
+    loss = linear_core_loss(scores, target, reduction="sum", inplace=True)
+    assert torch.equal(alias * 0.5, expected)  # as documented: an alias cannot be guarded
+    assert scores.shape == (0,)
+    loss.backward()
+    assert arrived[0].data_ptr() == alias.data_ptr()
+    assert torch.equal(leaf.grad, alias)
+
+
+def test_plain_reads_after_in_place_fail():
+    logits, target = problem()
+    scores = hidden(logits.requires_grad_())
+    linear_core_loss(scores, target, inplace=True)
+    assert scores.numel() == 0
+    for read in (
+        lambda: scores.argmax(1),
+        lambda: scores.softmax(1),
+        lambda: scores.amax(1),
+        lambda: scores[0],
+        lambda: scores.topk(2),
+        lambda: scores.argmax(-1) == target,
+        lambda: scores + logits,
+        lambda: scores.gather(1, target[:, None]),
+    ):
+        with pytest.raises((IndexError, RuntimeError)):
+            read()
+    for inplace in (False, True):
+        with pytest.raises(ValueError, match="an earlier inplace=True consumed them"):
+            linear_core_loss(scores, target, inplace=inplace)
+    assert "tensor([]" in repr(scores)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_autograd_use_after_in_place_fails(view):
+    logits, target = problem(n=6)
+    leaf = logits.requires_grad_()
+    base = hidden(leaf).reshape(2, 3, 5).clone()
+    other = base[0]  # a view made earlier: it can be read, but not differentiated
+    scores = base.view(6, 5) if view else hidden(leaf)
+    loss = linear_core_loss(scores, target, inplace=True)
+    for late in (scores, base, other) if view else (scores,):
+        with pytest.raises(RuntimeError, match=r"used after linear_core_loss\(..., inplace=True\)"):
+            late.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"used after linear_core_loss\(..., inplace=True\)"):
+            (loss + late.square().sum()).backward(retain_graph=True)
+    loss.backward()
+    expected = value_and_gradient(linear_core_loss, logits, target)[1] * 2
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_earlier_uses_fail_only_if_they_need_the_values():
+    logits, target = problem()
+    leaf = logits.clone().requires_grad_()
+    once = value_and_gradient(linear_core_loss, logits, target)[1] * 2
+    for earlier, expected in (
+        (lambda h: h.sum(), once + 1),
+        (lambda h: h.exp().sum(), once + logits.exp()),  # keeps its result
+        (
+            lambda h: F.cross_entropy(h, target, reduction="sum"),  # keeps the log-softmax
+            once + logits.softmax(1) - F.one_hot(target, 5),
+        ),
+        (lambda h: h.sin().sum(), "error"),
+        (lambda h: linear_core_loss(h, target), "error"),
+    ):
+        scores = hidden(leaf)
+        total = earlier(scores)
+        total = total + linear_core_loss(scores, target, inplace=True)
+        leaf.grad = None
+        if isinstance(expected, str):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total.backward()
+            continue
+        total.backward()
+        torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_a_producer_that_kept_its_result_fails():
+    """Nobody may differentiate exp from an overwritten result."""
+    logits, target = problem()
+    loss = linear_core_loss(logits.requires_grad_().exp(), target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_retained_graph_and_double_use():
+    logits, target = problem()
+    leaf = logits.clone().requires_grad_()
+    loss = in_place(leaf, target)
+    loss.backward(retain_graph=True)
+    once = leaf.grad.clone()
+    (3 * loss).backward(retain_graph=True)
+    leaf.grad.mul_(2)  # reaches nobody else
+    (loss * loss + loss).backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, (8 + 2 * loss.item() + 2) * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_in_place_has_no_second_derivatives():
+    logits, target = problem()
+    leaf = logits.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"no second derivatives .* use inplace=False"):
+        torch.autograd.grad(in_place(leaf, target), leaf, create_graph=True)
+
+
+class Strange(torch.autograd.Function):
+    """A tensor that is no view, of any strides."""
+
+    @staticmethod
+    def forward(ctx, leaf: Tensor, strides: tuple[int, int]) -> Tensor:
+        return leaf.new_empty(0).set_(leaf.new_zeros(99).untyped_storage(), 0, (6, 5), strides)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def in_place_views() -> dict:
+    return {
+        "unbatched": (lambda x: hidden(x)[0].clone(), 1),
+        "view of all": (lambda x: hidden(x).view(2, 3, 5).view(-1, 5), 6),
+        "flattened": (lambda x: hidden(x.view(2, 3, 5)).flatten(0, 1), 6),
+        "turned": (lambda x: hidden(x.t().contiguous()).t(), "error"),
+        "turned back": (lambda x: hidden(x.t()).t().contiguous(), 6),
+        "channels last": (
+            lambda x: hidden(x.view(1, 2, 3, 5).permute(0, 3, 1, 2)),
+            6,
+        ),
+        "channels first": (lambda x: hidden(x.view(2, 3, 5).transpose(1, 2).contiguous()), "error"),
+        "a part": (lambda x: hidden(x)[1:], "error"),
+        "one row": (lambda x: hidden(x)[:1], "error"),
+        "columns": (lambda x: hidden(x)[:, :4], "error"),
+        "expanded": (lambda x: hidden(x)[:1].expand(6, 5), "error"),
+        "expanded one": (lambda x: hidden(x[:1, :1]).expand(1, 5), "error"),
+        "gaps": (lambda x: hidden(x).as_strided((3, 5), (10, 1)), "error"),
+        "overlap": (lambda x: hidden(x).as_strided((6, 5), (3, 1)), "error"),
+        "strange gaps": (lambda x: Strange.apply(x, (10, 1)).as_strided((6, 5), (5, 1)), "error"),
+        "strange overlap": (lambda x: Strange.apply(x, (0, 1)).as_strided((6, 5), (5, 1)), "error"),
+        "strange shift": (
+            lambda x: Strange.apply(x, (5, 1)).as_strided((6, 5), (5, 1), 3),
+            "error",
+        ),
+        "shifted": (lambda x: F.pad(hidden(x), (1, 0)).as_strided((6, 5), (5, 1), 1), "error"),
+    }
+
+
+@pytest.mark.parametrize("case", in_place_views())
+def test_which_memory_can_be_overwritten(case):
+    make, rows = in_place_views()[case]
+    logits, _ = problem(n=6)
+    leaf = logits.clone().requires_grad_()
+    scores = make(leaf)
+    shape = scores.shape
+    target = torch.arange(math.prod(shape) // 5 if case != "columns" else 6) % 4
+    target = target.reshape(shape[:1] + shape[2:] if len(shape) > 1 else ())
+    if rows == "error":
+        before = scores.detach().clone()
+        with pytest.raises(ValueError, match=r"inplace=True needs logits .* or inplace=False"):
+            linear_core_loss(scores, target, inplace=True)
+        assert torch.equal(scores, before)
+        return
+    assert target.numel() == rows
+    loss = linear_core_loss(scores, target, inplace=True)
+    assert scores.shape == (0,)
+    (3 * loss).backward()
+    ours, leaf.grad = leaf.grad, None
+    plain = linear_core_loss(make(leaf), target)
+    (3 * plain).backward()
+    assert torch.equal(loss, plain)
+    assert torch.equal(ours, leaf.grad)
+
+
+def test_leaves_are_not_overwritten():
+    logits, target = problem(n=6)
+    leaf = logits.clone().requires_grad_()
+    for scores in (leaf, leaf.view(6, 5), leaf[None].squeeze(0)):
+        with pytest.raises(
+            ValueError, match=r"inplace=True cannot overwrite a leaf .* logits.clone"
+        ):
+            linear_core_loss(scores, target, inplace=True)
+    kept = hidden(leaf)
+    kept.retain_grad()
+    with pytest.raises(ValueError, match=r"inplace=True .* retain_grad"):
+        linear_core_loss(kept, target, inplace=True)
+    assert torch.equal(leaf, logits)
+    assert torch.equal(kept, logits)
+
+
+def test_a_refused_call_overwrites_nothing():
+    logits, target = problem()
+    scores = hidden(logits.requires_grad_())
+    target[3] = 5
+    with pytest.raises(IndexError, match="target 5 is out of range"):
+        linear_core_loss(scores, target, inplace=True)
+    with pytest.raises(ValueError, match="class_weight must have shape"):
+        linear_core_loss(scores, target % 5, inplace=True, class_weight=torch.ones(2))
+    assert torch.equal(scores, logits)
+
+
+def test_nothing_to_overwrite_without_gradients():
+    logits, target = problem()
+    expected, copied = linear_core_loss(logits, target), logits.clone()
+    assert torch.equal(linear_core_loss(logits, target, inplace=True), expected)
+    scores = hidden(logits.clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(linear_core_loss(scores, target, inplace=True), expected)
+    assert torch.equal(linear_core_loss(scores.detach(), target, inplace=True), expected)
+    assert torch.equal(scores, copied)
+    assert torch.equal(logits, copied)
+
+
+@pytest.mark.parametrize("case", ["no rows", "all ignored", "bad rows", "weights in the logits"])
+def test_in_place_on_odd_input(case):
+    logits, target = problem(n=0 if case == "no rows" else 7, dtype=torch.float32)
+    if case == "all ignored":
+        target.fill_(-100)
+    if case == "bad rows":
+        logits[1], logits[3, 2], target[1] = NAN, math.inf, -100
+    for form, reduction in itertools.product(FORMS, REDUCTIONS):
+        options = {"form": form, "reduction": reduction}
+        if case == "weights in the logits":
+            leaf = logits.abs().requires_grad_()
+            scores = hidden(leaf)
+            loss = linear_core_loss(
+                scores, target, class_weight=scores.detach()[0], inplace=True, **options
+            )
+            expected = linear_core_loss(leaf, target, class_weight=leaf.detach()[0], **options)
+            assert torch.equal(loss, expected)
+            continue
+        ours = value_and_gradient(in_place, logits, target, **options)
+        plain = value_and_gradient(linear_core_loss, logits, target, **options)
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+
+
+def test_in_place_under_autocast_and_checkpointing():
+    torch.manual_seed(0)
+    layer, features = torch.nn.Linear(4, 6), torch.randn(9, 4)
+    target = torch.randint(6, (9,))
+    gradients = []
+    for inplace, checkpoint in ((False, False), (True, False), (True, True)):
+
+        def step(x: Tensor, inplace: bool = inplace) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return linear_core_loss(layer(x), target, inplace=inplace)
+
+        x = features.clone().requires_grad_()
+        if checkpoint:
+            loss = torch.utils.checkpoint.checkpoint(step, x, use_reentrant=False)
+        else:
+            loss = step(x)
+        assert loss.dtype == torch.float32
+        gradients.append(torch.autograd.grad(loss, layer.weight)[0])
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@pytest.mark.skipif(not triton_support.interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_place_through_the_kernel(monkeypatch, dtype, stream):
+    """Rows on chip and rows that are streamed: the kernel's output pointer is its input's."""
+    kernels = pytest.importorskip("proofread.linear_core.kernels")
+    if stream:  # 8 of 21 columns are held, the others are read three times
+        plan = kernels.Plan(vec=1, rows=1, block=4, parts=2, stream=True, num_warps=4)
+        monkeypatch.setattr(kernels, "launch_plan", lambda *a: plan)
+    pointers = []
+    forward = kernels.linear_core_forward
+
+    def watched(logits: Tensor, *rest, **options):
+        rows, grad = forward(logits, *rest, **options)
+        pointers.append(grad.data_ptr() == logits.data_ptr())
+        return rows, grad
+
+    monkeypatch.setattr(kernels, "linear_core_forward", watched)
+    logits, target = problem(n=5, k=21, dtype=dtype)
+    target[2] = -100
+    weight = torch.rand(21)
+    for tail, class_weight in zip(TAILS, (None, weight, None), strict=True):
+        options = {"tail": tail, "class_weight": class_weight, "scale": 0.5}
+        with triton_support.force_triton():
+            ours = value_and_gradient(in_place, logits, target, **options)
+            plain = value_and_gradient(linear_core_loss, logits, target, **options)
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+        compare(logits, target, **options)
+    assert pointers == [True, False] * 3
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -437,9 +874,58 @@ def test_sum_form_with_a_non_finite_logit(tail, bad, where, expected):
         assert math.isnan(loss[2]) if expected == "nan" else loss[2] == math.inf
 
 
-def test_a_logit_too_large_to_average_is_nan_not_finite():
-    logits = torch.full((1, 3), 3e38)
-    assert linear_core_loss(logits, torch.tensor([0])).isnan()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("tail", TAILS)
+def test_logits_whose_sum_overflows(dtype, tail):
+    """Equal ones lie in the core; far apart, the loss itself overflows and its slopes do not.
+
+    (The core's end, 1, is less than the rounding of such logits.)
+    """
+    top = torch.finfo(dtype).max
+    logits = torch.full((2, 4), top, dtype=dtype, requires_grad=True)
+    loss = linear_core_loss(logits, torch.tensor([0, 3]), tail=tail)
+    stitch = {"exponential": 1, "gamma": 2, "logistic": 2 * math.log(2)}[tail]
+    assert 3 * stitch * 0.99 <= loss <= 3 * (stitch + 1)
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    torch.testing.assert_close(grad[0] * 2, torch.tensor([-0.75, 0.25, 0.25, 0.25], dtype=dtype))
+    apart = torch.tensor([[top, top, top, -top]], dtype=dtype, requires_grad=True)
+    loss = linear_core_loss(apart, torch.tensor([3]), tail=tail)
+    assert loss.item() == math.inf  # 1.5 times the largest number
+    loss.backward()
+    assert apart.grad.tolist() == [[0.25, 0.25, 0.25, -0.75]]
+
+
+@pytest.mark.parametrize("scale", [1e-29, 1e-36, 1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_tiny_scale_is_the_hinge(dtype, scale):
+    logits = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0], [-1.5, 3.0, 0.0]], dtype=dtype)
+    target = torch.tensor([0, 1, 0])
+    hinge = {"constrained": [0 + 1.0, 2.0, 3.5 + 0.5], "sum": [0.0, 2.0, 5.5 + 2.5]}
+    slopes = {"constrained": [0, 0, 1], "sum": [0, 0, 0]}
+    for form, tail in itertools.product(FORMS, TAILS):
+        options = {"form": form, "tail": tail, "scale": scale}
+        leaf = logits.clone().requires_grad_()
+        loss = linear_core_loss(leaf, target, reduction="none", **options)
+        torch.testing.assert_close(loss, torch.tensor(hinge[form], dtype=dtype))
+        (grad,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
+        expected = torch.tensor([slopes[form], [1, 0, 1], [0, 1, 1]], dtype=dtype)
+        if form == "constrained":
+            expected -= expected.mean(1, keepdim=True)
+        else:
+            expected[range(3), target] = -expected.sum(1)
+        torch.testing.assert_close(grad, expected)
+        with torch.no_grad():
+            assert torch.equal(torch.vmap(lambda h, t, o=options: linear_core_loss(h, t, **o))(
+                logits, target), loss)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_settings_overflow_to_infinity(form):
+    logits, target = problem(dtype=torch.float32)
+    for options in ({"scale": 1e300}, {"core": 1e300}):
+        loss, grad = value_and_gradient(linear_core_loss, logits, target, form=form, **options)
+        assert loss == math.inf
+        assert grad.isfinite().all()
 
 
 def test_ignored_rows_count_for_nothing_whatever_they_hold():
@@ -493,8 +979,16 @@ GOOD = (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
         (*GOOD, {"class_weight": torch.ones(3).int()}, TypeError, "class_weight must be floating"),
         (*GOOD, {"class_weight": torch.ones(3, device="meta")}, ValueError, "class_weight is on"),
         (*GOOD, {"class_weight": torch.ones(3, requires_grad=True)}, ValueError, "detach"),
+        (GOOD[0].cdouble(), GOOD[1], {}, TypeError, "logits must be float16"),
+        (GOOD[0].to(torch.float8_e5m2), GOOD[1], {}, TypeError, "logits must be float16"),
         (*GOOD, {"core": 0.0}, ValueError, "core must be"),
+        (*GOOD, {"core": -1.0}, ValueError, "core must be"),
+        (*GOOD, {"core": NAN}, ValueError, "core must be"),
+        (*GOOD, {"core": math.inf}, ValueError, "core must be"),
+        (*GOOD, {"scale": 0.0}, ValueError, "scale must be"),
         (*GOOD, {"scale": -1.0}, ValueError, "scale must be"),
+        (*GOOD, {"scale": NAN}, ValueError, "scale must be"),
+        (*GOOD, {"scale": math.inf}, ValueError, "scale must be"),
         (*GOOD, {"tail": "x"}, ValueError, "tail must be one of"),
         (*GOOD, {"form": "pairwise"}, ValueError, "form must be one of"),
         (*GOOD, {"reduction": "avg"}, ValueError, "reduction must be one of"),
@@ -515,7 +1009,8 @@ def test_the_kernel_gets_what_the_contract_says(monkeypatch):
     """A stand-in kernel that checks its arguments and computes by the formula."""
     calls = []
 
-    def kernel(logits, target, *, with_grad, class_weight, **options):
+    def kernel(logits, target, *, with_grad, inplace, class_weight, **options):
+        assert not inplace
         assert logits.is_contiguous()
         assert target.dtype == torch.int64
         work = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -562,11 +1057,14 @@ def test_benchmark_writes_ratios_and_machine(benchmark, tmp_path, capsys):
     assert benchmark["main"](["--quick", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "linear_core.json").read_text(encoding="utf-8"))
     assert result["gate"] == "green"
+    assert "outside the timed region" in result["method"]
     assert [case["shape"] for case in result["cases"]] == [[64, 500]] * 2 + [[33, 129]] * 2
     for case in result["cases"]:
         for name in ("F.cross_entropy", "plain formula", "linear_core_loss, again (A/A)"):
-            ratio = case["times_ours"][name]
-            assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
+            for ratios in (case["times_ours"], case["times_in_place"]):
+                assert 0 < ratios[name]["min"] <= ratios[name]["median"] <= ratios[name]["max"]
+        assert "linear_core_loss, in place" in case["times_ours"]
+        assert "linear_core_loss" in case["times_in_place"]
     assert result["cases"][0]["bytes_per_logit"] == {"floor": 8, "linear_core_loss": 8}
     machine = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert machine["packages"]["torch"] == torch.__version__
@@ -577,14 +1075,19 @@ def test_benchmark_writes_ratios_and_machine(benchmark, tmp_path, capsys):
     assert "gate: green" in capsys.readouterr().out
 
 
-def test_benchmark_reports_no_speed_on_a_red_gate(benchmark, tmp_path, capsys):
-    def wrong(logits, target, **options):
-        return 1.001 * linear_core_loss(logits, target, **options)
+@pytest.mark.parametrize("broken", [False, True])
+def test_benchmark_reports_no_speed_on_a_red_gate(benchmark, tmp_path, capsys, broken):
+    """``broken``: the loss in place, not the other."""
+
+    def wrong(logits, target, inplace=False, **options):
+        factor = 1.001 if inplace == broken else 1
+        return factor * linear_core_loss(logits, target, inplace=inplace, **options)
 
     benchmark["main"].__globals__["linear_core_loss"] = wrong
     assert benchmark["main"](["--quick", "--out", str(tmp_path / "new")]) == 1
     said = capsys.readouterr()
     assert "gate: red, no speed is reported" in said.err
     assert "value off by 0.001" in said.err
+    assert ("in place" in said.err) == broken
     assert not said.out
     assert not (tmp_path / "new").exists()

@@ -268,6 +268,7 @@ def linear_core_forward(
     ignore_index: int,
     class_weight: torch.Tensor | None = None,
     with_grad: bool,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Per-row constrained Linear-Core loss and, if asked, its gradient, in one launch.
 
@@ -282,6 +283,9 @@ def linear_core_forward(
         ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
         class_weight: ``[K]`` or None; each row is multiplied by the weight of its target.
         with_grad: whether to compute the gradient.
+        inplace: write the gradient over the logits. Safe for any plan: only the program of a row
+            reads it, sums over the row lie between its other reads and its first write, and a
+            streamed column is read for the last time right before it is written.
 
     Returns:
         The loss ``[N]``, float32 (float64 for float64 logits), and its gradient ``[N, K]`` in the
@@ -298,7 +302,7 @@ def linear_core_forward(
     loss = torch.empty(
         n_rows, dtype=torch.float64 if exact else torch.float32, device=logits.device
     )
-    grad = torch.empty_like(logits) if with_grad else None
+    grad = (logits if inplace else torch.empty_like(logits)) if with_grad else None
     if n_rows == 0:
         return loss, grad
     plan = launch_plan(n_cols, logits.dtype)

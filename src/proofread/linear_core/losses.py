@@ -11,11 +11,15 @@ Both need one look at every logit. With ``a_j = h_j + τ - c`` (``c`` the mean, 
 The gradient is ``g_j - (Σg)/K``, or ``g_j`` with ``-Σg`` at the target. So the forward pass makes
 the gradient too, row block by row block while the block is in cache, and the backward pass has
 nothing left to do unless the incoming gradient differs from 1.
+
+In place, the gradient takes the memory of the logits: each block is read before it is written. What
+that saves is fresh memory as large as the logits, which costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +38,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CPU_BLOCK = 192 * 1024
 CUDA_BLOCK = 64 * 1024 * 1024
 
+# A smaller scale counts as this one: 1/s must be finite, and the loss is the hinge's by then.
+LEAST_SCALE = {torch.float32: 1e-30, torch.float64: 1e-290}
+
 
 def linear_core_loss(
     logits: Tensor,
@@ -46,12 +53,14 @@ def linear_core_loss(
     reduction: str = "mean",
     ignore_index: int = -100,
     class_weight: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor:
     """Linear-Core loss; replaces ``F.cross_entropy(logits, target)`` in a training loop.
 
     Args:
         logits: ``[N, K]``, ``[N, K, d1, ...]`` or ``[K]`` scores, K ≥ 2; float16, bfloat16
-            (computed in float32), float32 or float64. Never overwritten. Any strides.
+            (computed in float32), float32 or float64. Any strides. Never overwritten unless
+            ``inplace`` says so.
         target: ``[N]``, ``[N, d1, ...]`` or ``[]`` class indices, any integer type.
         core: ``τ > 0``, end of the surrogate's linear part.
         scale: ``s > 0``, decay length of its tail.
@@ -61,6 +70,7 @@ def linear_core_loss(
             weighted by ``class_weight[target]``, as for cross-entropy.
         ignore_index: target value whose rows count for nothing, whatever they hold.
         class_weight: ``[K]`` weights, any floating dtype; a constant, no gradient flows to it.
+        inplace: the gradient takes the memory of the logits, which this call consumes; see below.
 
     Returns:
         A scalar, or a tensor of the target's shape for ``"none"``. Its dtype is that of the logits,
@@ -74,14 +84,35 @@ def linear_core_loss(
     NaN and infinite logits are never turned into a finite loss. In the constrained form a row with
     a logit of ±∞ has no mean, so its loss and gradient are NaN: masking classes by ``-inf`` is
     undefined there. In the sum form a ``-inf`` logit contributes nothing, except at the target.
+    Finite logits whose sum overflows are averaged all the same, except by the Triton kernel, where
+    such a row is NaN.
+
+    A scale below 1e-30 (float64: 1e-290) counts as that: the hinge, to working precision.
 
     The first and second derivatives are supported (``create_graph=True``); the second exists away
-    from the stitch for C¹ tails and everywhere for ``"gamma"``.
+    from the stitch for C¹ tails and everywhere for ``"gamma"``. Under the transforms of
+    ``torch.func`` the formula is evaluated in plain differentiable operations: same values, more
+    memory, and a target out of range is an error of ``scatter``. ``torch.compile`` leaves its graph
+    for the call.
+
+    **In place.** With ``inplace=True`` values and gradients are the same bit for bit, and no memory
+    as large as the logits is allocated (unless the gradient that arrives in ``backward`` is not
+    1: then it multiplies into fresh memory). The call consumes the logits. Afterwards the variable
+    is an empty tensor of shape ``[0]``, so that nobody takes gradients for scores: compute
+    accuracies before. In ``backward`` every other use of the logits is an error where autograd
+    needs their values, or came after the call; so are second derivatives. What cannot be guarded
+    are plain reads through an alias made earlier (``logits.detach()``, a NumPy array, another view
+    of the same tensor): they show the gradient. Leaves and views of them are refused; so is memory
+    that does not hold exactly the rows one after the other. Where no gradient is asked for (under
+    ``no_grad``, or logits that require none) nothing is consumed.
 
     Raises:
         TypeError: logits not floating, targets not integer, weights not floating.
-        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive.
+        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive;
+            ``inplace=True`` with logits that cannot be overwritten.
         IndexError: a target outside [0, K) that is not ``ignore_index``.
+        RuntimeError: in ``backward``, for logits that were used after they were consumed, and for
+            second derivatives of an in-place loss.
 
     Example:
         >>> logits = torch.zeros(2, 3, requires_grad=True)
@@ -91,9 +122,16 @@ def linear_core_loss(
     surrogate = LinearCore(core, scale, tail)
     _check_options(form, reduction)
     _check_tensors(logits, target, class_weight)
-    dtype, shape = _result_dtype(logits), target.shape
-    logits, target = _as_rows(logits, target)
-    labels = _checked_labels(target, logits.shape[1], ignore_index, class_weight)
+    surrogate = _with_finite_steepness(surrogate, _work_dtype(logits.dtype))
+    if torch._C._are_functorch_transforms_active():
+        if inplace:
+            raise ValueError("inplace=True has no meaning under torch.func: use inplace=False")
+        settings = _Settings(surrogate, form, ignore_index)
+        return _plain_loss(logits, target, class_weight, settings, reduction)
+    with_grad = torch.is_grad_enabled() and logits.requires_grad
+    owner = _owner_of_memory(logits) if inplace and with_grad else None
+    rows, flat = _as_rows(logits, target)
+    labels = _checked_labels(flat, rows.shape[1], ignore_index, class_weight)
     # The mean's divisor goes into the gradient, so that backward has nothing to multiply. Not in
     # float16: small gradients would be lost before a gradient scaler can lift them.
     early = reduction == "mean" and labels.total != 0 and logits.dtype != torch.float16
@@ -102,11 +140,16 @@ def linear_core_loss(
         form=form,
         ignore_index=ignore_index,
         factor=1 / labels.total if early else 1.0,
-        with_grad=torch.is_grad_enabled() and logits.requires_grad,
+        with_grad=with_grad,
+        inplace=owner is not None,
     )
-    rows = _RowLoss.apply(logits, labels, class_weight, settings)
-    loss = _reduce(rows, reduction, 1.0 if early else labels.total)
-    return (loss.reshape(shape) if reduction == "none" else loss).to(dtype)
+    if owner is None:
+        losses = _RowLoss.apply(rows, labels, class_weight, settings)
+    else:
+        losses = _consume(logits, owner, rows.shape, labels, class_weight, settings)
+    loss = _reduce(losses, reduction, 1.0 if early else labels.total)
+    loss = loss.reshape(target.shape) if reduction == "none" else loss
+    return loss.to(_result_dtype(logits))
 
 
 class _Settings(NamedTuple):
@@ -115,8 +158,9 @@ class _Settings(NamedTuple):
     surrogate: LinearCore
     form: str
     ignore_index: int
-    factor: float  # multiplies every row's loss
-    with_grad: bool
+    factor: float = 1.0  # multiplies every row's loss
+    with_grad: bool = True
+    inplace: bool = False  # the gradient overwrites the logits
 
 
 class _Labels(NamedTuple):
@@ -151,11 +195,13 @@ class LinearCoreLoss(nn.Module):
         reduction: str = "mean",
         ignore_index: int = -100,
         class_weight: Tensor | None = None,
+        inplace: bool = False,
     ) -> None:
         super().__init__()
         _check_options(form, reduction)
         self.surrogate = LinearCore(core, scale, tail)
         self.form, self.reduction, self.ignore_index = form, reduction, ignore_index
+        self.inplace = inplace
         self.register_buffer("class_weight", class_weight)
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -170,6 +216,7 @@ class LinearCoreLoss(nn.Module):
             reduction=self.reduction,
             ignore_index=self.ignore_index,
             class_weight=self.class_weight,
+            inplace=self.inplace,
         )
 
     def extra_repr(self) -> str:
@@ -177,7 +224,8 @@ class LinearCoreLoss(nn.Module):
         phi = self.surrogate
         return (
             f"core={phi.core}, scale={phi.scale}, tail={phi.tail!r}, form={self.form!r}, "
-            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
+            f"inplace={self.inplace}"
         )
 
 
@@ -191,6 +239,11 @@ def _check_options(form: str, reduction: str) -> None:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
 
 
+def _with_finite_steepness(surrogate: LinearCore, work: torch.dtype) -> LinearCore:
+    least = LEAST_SCALE[work]
+    return surrogate if surrogate.scale >= least else replace(surrogate, scale=least)
+
+
 def _check_tensors(logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
     if logits.dtype not in DTYPES:
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
@@ -200,7 +253,11 @@ def _check_tensors(logits: Tensor, target: Tensor, class_weight: Tensor | None) 
         raise ValueError("logits must have a class dimension: [K], [N, K] or [N, K, d1, ...]")
     classes = logits.shape[min(1, logits.dim() - 1)]
     if classes < 2:
-        raise ValueError(f"logits must have at least 2 classes, got K = {classes}")
+        consumed = logits.shape == (0,) and logits.requires_grad
+        raise ValueError(
+            f"logits must have at least 2 classes, got K = {classes}"
+            + (": an earlier inplace=True consumed them, use inplace=False" if consumed else "")
+        )
     expected = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size()
     if target.shape != expected:
         raise ValueError(
@@ -229,6 +286,39 @@ def _check_weight(class_weight: Tensor, classes: int) -> None:
         )
     if class_weight.requires_grad:
         raise ValueError("class_weight is a constant of the loss: pass class_weight.detach()")
+
+
+def _owner_of_memory(logits: Tensor) -> Tensor:
+    """The tensor whose memory is exactly that of the logits: themselves, or what they view.
+
+    Raises:
+        ValueError: they cannot be overwritten.
+    """
+    base = logits._base if logits._is_view() else None
+    owner = logits if base is None else base
+    if logits.is_leaf or owner.is_leaf:
+        raise ValueError(
+            "inplace=True cannot overwrite a leaf that requires grad, or a view of one: "
+            "pass logits.clone(), or inplace=False"
+        )
+    if logits.retains_grad or owner.retains_grad:
+        raise ValueError(
+            "inplace=True overwrites the logits, so retain_grad() on them is in vain: "
+            "use inplace=False"
+        )
+    rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
+    order = sorted(range(owner.dim()), key=owner.stride, reverse=True)
+    if not (
+        rows.is_contiguous()
+        and owner.permute(order).is_contiguous()  # dense: no gaps, nothing twice
+        and (owner.numel(), owner.storage_offset()) == (rows.numel(), rows.storage_offset())
+    ):
+        raise ValueError(
+            "inplace=True needs logits that are contiguous, with classes last in memory, and not "
+            f"a part of a larger tensor; got shape {tuple(logits.shape)}, strides "
+            f"{logits.stride()}: pass them as a contiguous [N, K] copy, or inplace=False"
+        )
+    return owner
 
 
 def _checked_labels(
@@ -314,6 +404,73 @@ class _RowLoss(torch.autograd.Function):
         return _scale_rows(grad, upstream), None, None, None
 
 
+def _consume(
+    logits: Tensor,
+    owner: Tensor,
+    shape: torch.Size,
+    labels: _Labels,
+    class_weight: Tensor | None,
+    settings: _Settings,
+) -> Tensor:
+    """Row losses of logits that are overwritten by their gradient, and emptied."""
+    _, losses = _ConsumingRowLoss.apply(owner, shape, labels, class_weight, settings)
+    if logits is not owner:
+        logits.data = logits.new_empty(0)
+    return losses
+
+
+class _ConsumingRowLoss(torch.autograd.Function):
+    """``_RowLoss`` whose gradient overwrites the logits.
+
+    They are returned too, as autograd demands of what is modified: so it raises their version,
+    which fails whoever saved them, and leads whoever uses them later to this ``backward``.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        owner: Tensor,  # dense, holds [N, K] row by row
+        shape: torch.Size,  # (N, K)
+        labels: _Labels,
+        class_weight: Tensor | None,  # [K]
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor]:  # [0], [N]
+        memory = owner.detach()
+        rows = memory.as_strided(shape, (shape[1], 1))
+        if class_weight is not None:  # a copy: it might be a part of the logits
+            class_weight = class_weight.to(_work_dtype(owner.dtype), copy=True)
+        losses, _ = _forward(rows, labels, class_weight, settings)
+        owner.data = owner.new_empty(0)
+        ctx.mark_dirty(owner)
+        ctx.set_materialize_grads(False)  # None says: not used
+        ctx.save_for_backward(memory)
+        ctx.shape = shape  # type: ignore[attr-defined]
+        return owner, losses
+
+    @staticmethod
+    def backward(  # type: ignore[no-untyped-def,override]
+        ctx, later: Tensor | None, upstream: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if later is not None:
+            raise RuntimeError(
+                "the logits were used after linear_core_loss(..., inplace=True) had overwritten "
+                "them: use them before, or inplace=False"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_core_loss(..., inplace=True) has no second derivatives "
+                "(create_graph=True): use inplace=False"
+            )
+        if upstream is None:
+            return None, None, None, None, None
+        (memory,) = ctx.saved_tensors
+        rows = memory.as_strided(ctx.shape, (ctx.shape[1], 1))
+        grad = _scale_rows(rows, upstream)
+        if grad is rows:
+            return memory, None, None, None, None
+        return grad.as_strided(memory.shape, memory.stride()), None, None, None, None
+
+
 def _forward(
     logits: Tensor, labels: _Labels, class_weight: Tensor | None, settings: _Settings
 ) -> tuple[Tensor, Tensor | None]:
@@ -340,6 +497,7 @@ def _forward_kernel(
         ignore_index=settings.ignore_index,
         class_weight=None if class_weight is None else class_weight * settings.factor,
         with_grad=settings.with_grad,
+        inplace=settings.inplace,
     )
 
 
@@ -361,7 +519,7 @@ def _differentiable_gradient(
     """The gradient of the weighted row losses as plain differentiable operations, ``[N, K]``."""
     label, h = labels.label, logits.to(_work_dtype(logits.dtype))
     constrained = settings.form == "constrained"
-    centre = h.mean(1, keepdim=True) if constrained else h.gather(1, label)
+    centre = _row_mean(h) if constrained else h.gather(1, label)
     slope = (-settings.surrogate.derivative(centre - h)).scatter(1, label, 0.0)
     total = slope.sum(1, keepdim=True)
     if constrained:
@@ -371,6 +529,42 @@ def _differentiable_gradient(
     weight = settings.factor if class_weight is None else settings.factor * class_weight[label]
     slope = slope * weight
     return slope if labels.counted is None else torch.where(labels.counted[:, None], slope, 0)
+
+
+def _plain_loss(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    settings: _Settings,
+    reduction: str,
+) -> Tensor:
+    """The loss in plain differentiable operations that look at no value: for ``torch.func``."""
+    rows, flat = _as_rows(logits, target)
+    counted = flat != settings.ignore_index  # [N]
+    label = torch.where(counted, flat, 0)[:, None]
+    h = torch.where(counted[:, None], rows, 0).to(_work_dtype(rows.dtype))
+    weight = torch.ones_like(h[:, 0]) if class_weight is None else class_weight.to(h)[label[:, 0]]
+    weight = torch.where(counted, weight, 0)
+    loss = _plain_rows(h, label, settings) * weight
+    if reduction == "none":
+        loss = loss.reshape(target.shape)
+    elif reduction == "sum":
+        loss = loss.sum()
+    else:
+        total = weight.sum()
+        nothing = total == 0
+        loss = (loss / torch.where(nothing, 1, total)).sum() + torch.where(nothing, math.nan, 0)
+    return loss.to(_result_dtype(logits))
+
+
+def _plain_rows(h: Tensor, label: Tensor, settings: _Settings) -> Tensor:
+    """Unweighted losses ``[N]`` of ``h`` in the working dtype, all of whose labels count."""
+    if settings.form == "constrained":
+        centre = (h / h.shape[1]).sum(1, keepdim=True)
+    else:
+        centre = h.gather(1, label)
+    terms = settings.surrogate(centre - h + (centre - centre))  # NaN unless the centre is finite
+    return terms.scatter(1, label, 0.0).sum(1)
 
 
 def _block_rows(logits: Tensor) -> int:
@@ -386,7 +580,9 @@ def _forward_blocks(
     n, k = logits.shape
     step = _block_rows(logits)
     rows = logits.new_empty((n,), dtype=work)
-    grad = logits.new_empty((n, k)) if settings.with_grad else None
+    grad = None
+    if settings.with_grad:  # in place, every block is read before it is written
+        grad = logits if settings.inplace else logits.new_empty((n, k))
     line = logits.new_empty((step, k), dtype=work)
     direct = grad is not None and grad.dtype == work  # slopes are made in place, in the gradient
     spare = line if direct else torch.empty_like(line)
@@ -425,7 +621,7 @@ def _block(
         values = logits
     else:
         values = line.copy_(logits)
-    centre = values.mean(1, keepdim=True) if form == "constrained" else values.gather(1, label)
+    centre = _row_mean(values) if form == "constrained" else values.gather(1, label)
     shift = (surrogate.core - centre) + (centre - centre)  # NaN unless the centre is finite
     torch.add(values, shift, out=line)
     line.scatter_(1, label, -math.inf)  # the target's term: exactly nothing, here and below
@@ -435,13 +631,22 @@ def _block(
     return core_part + tail_part, total
 
 
+def _row_mean(values: Tensor) -> Tensor:
+    """``[rows, 1]``; finite if all values of the row are, also where their sum overflows."""
+    mean = values.mean(1, keepdim=True)
+    if math.isfinite(mean.detach().sum()):
+        return mean
+    return torch.where(mean.isfinite(), mean, (values / values.shape[1]).sum(1, keepdim=True))
+
+
 def _tail_(slope: Tensor, scratch: Tensor, surrogate: LinearCore) -> tuple[Tensor, Tensor]:
     """Turn ``slope`` from ``-s·v`` into ``g(v)``; return row sums of the tail's values and of g.
 
     Powers of two: on a CPU, torch's ``exp2`` takes less than half the time of its ``exp``.
     """
     scale, tail = surrogate.scale, surrogate.tail
-    slope.mul_(math.log2(math.e) / scale)
+    least = torch.finfo(slope.dtype).tiny  # not zero, which would make the target's -∞ a NaN
+    slope.mul_(max(math.log2(math.e) / scale, least))
     if tail == "exponential":
         total = slope.exp2_().sum(1)
         return scale * total, total

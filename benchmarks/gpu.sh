@@ -87,6 +87,7 @@ if [ "$dry" = yes ]; then
   echo "gpu tests: $found collected"
   if [ -f benchmarks/linear_core.py ]; then
     limited "$PYTHON" benchmarks/linear_core.py --quick --device cpu --out "$OUT"
+    limited "$PYTHON" benchmarks/linear_core_fused.py --quick --device cpu --out "$OUT"
     written
   else
     echo "gpu.sh: benchmarks/linear_core.py is not there yet"
@@ -107,5 +108,6 @@ if ! summary "$status"; then
   exit 1
 fi
 limited "$PYTHON" benchmarks/linear_core.py --device cuda --out "$OUT"
+limited "$PYTHON" benchmarks/linear_core_fused.py --device cuda --out "$OUT"
 written
 echo "gpu.sh: done in $SECONDS s"

@@ -1,6 +1,6 @@
 """Fused linear layer and Linear-Core loss against its peers: correctness, time and memory.
 
-    python benchmarks/linear_core_fused.py [--quick] [--out DIR]
+    python benchmarks/linear_core_fused.py [--quick] [--device cuda] [--out DIR]
 
 The gate compares value and gradients with ``linear_core_loss`` of ``F.linear`` in float64. If it is
 red, the script says where, reports no speed, writes nothing and exits with 1.
@@ -8,8 +8,9 @@ red, the script says where, reports no speed, writes nothing and exits with 1.
 Method: as in ``linear_core.py`` (one process, one thread, contenders take turns, ratios between
 neighbours in time, an A/A row), forward + backward to hidden and weight. Memory is the peak of a
 fresh process for each contender, less what it held before: gradients included,
-inputs not. ``torch.nn.functional.linear_cross_entropy``, with and without its chunks, is left out
-where torch does not have it. Results go to ``linear_core_fused.json`` beside ``environment.json``.
+inputs not; on a GPU it is that of the allocator. ``torch.nn.functional.linear_cross_entropy``, with
+and without its chunks, is left out where torch does not have it. Results go to
+``linear_core_fused.json`` beside ``environment.json`` (with ``-cuda`` in the names on a GPU).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS, AGAIN = "fused_linear_core_loss", "fused_linear_core_loss, again (A/A)"
 TWIN, CHUNKED = "linear_core_loss of F.linear", "F.linear_cross_entropy, chunked"
 SHAPE, QUICK_SHAPE = (2048, 512, 32_000), (64, 16, 500)  # N, D, K
+CUDA_SHAPE = (8192, 2048, 128_256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDS, QUICK_ROUNDS = 7, 2
 
@@ -51,17 +53,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     if options.peak:
-        print(peak(*options.peak, options.quick))
+        print(peak(*options.peak, options))
         return 0
-    faults = list(gate())
+    faults = list(gate(options.device))
     if faults:
         print("gate: red, no speed is reported", *faults, sep="\n  ", file=sys.stderr)
         return 1
     print("gate: green (values and gradients equal the unfused loss)", flush=True)
     cases = [measure(dtype, options) for dtype in DTYPES]
-    SHARED["write"](options.out / "linear_core_fused.json", {"gate": "green", "cases": cases})
-    SHARED["write"](options.out / "environment.json", SHARED["environment"]("cpu"))
-    print("wrote linear_core_fused.json and environment.json")
+    suffix = "" if options.device == "cpu" else f"-{options.device}"
+    content = {"gate": "green", "cases": cases}
+    SHARED["write"](options.out / f"linear_core_fused{suffix}.json", content)
+    machine = SHARED["environment"](options.device)
+    SHARED["write"](options.out / f"environment{suffix}.json", machine)
+    print(f"wrote linear_core_fused{suffix}.json and environment{suffix}.json")
     return 0
 
 
@@ -69,6 +74,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(__file__).parent / "results"
     parser.add_argument("--quick", action="store_true", help="a small shape, for tests")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=default, help="folder of the JSON files")
     parser.add_argument(
         "--peak",
@@ -86,12 +92,18 @@ def twin(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tens
     return linear_core_loss(F.linear(hidden, weight), target, **options)
 
 
-def gate() -> Iterator[str]:
+def shape_of(options: argparse.Namespace) -> tuple[int, int, int]:
+    if options.quick:
+        return QUICK_SHAPE
+    return SHAPE if options.device == "cpu" else CUDA_SHAPE
+
+
+def gate(device: str) -> Iterator[str]:
     """Yield one line for each disagreement with the unfused loss in float64."""
     tolerances = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}
     shapes, tails = ((33, 16, 129), (600, 8, 1500)), ("exponential", "gamma", "logistic")
     for shape, tail, form, dtype in product(shapes, tails, ("constrained", "sum"), tolerances):
-        hidden, weight, target = problem(shape, dtype)
+        hidden, weight, target = problem(shape, dtype, device)
         ours = run(partial(fused_linear_core_loss, tail=tail, form=form), hidden, weight, target)
         exact = (t.detach().double().requires_grad_() for t in (hidden, weight))
         plain = run(partial(twin, tail=tail, form=form), *exact, target)
@@ -103,12 +115,15 @@ def gate() -> Iterator[str]:
                 yield f"{name} off by {error:.2g} (relative) at {where}"
 
 
-def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
     n, d, k = shape  # made in place: a temporary would count in the peak
-    generator = torch.Generator().manual_seed(n * k)
-    hidden = torch.randn(n, d, generator=generator, dtype=dtype)
-    weight = torch.randn(k, d, generator=generator, dtype=dtype).div_(d**0.5)
-    target = torch.randint(k, (n,), generator=generator)
+    generator = torch.Generator(device).manual_seed(n * k)
+    more: dict[str, Any] = {"generator": generator, "device": device}
+    hidden = torch.randn(n, d, dtype=dtype, **more)
+    weight = torch.randn(k, d, dtype=dtype, **more).div_(d**0.5)
+    target = torch.randint(k, (n,), **more)
     return hidden.requires_grad_(), weight.requires_grad_(), target
 
 
@@ -143,16 +158,17 @@ def contenders() -> dict[str, LossFunction]:
 
 def measure(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """Interleaved times and peak memory of all contenders, and ratios to ours."""
-    shape = QUICK_SHAPE if options.quick else SHAPE
+    shape = shape_of(options)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    inputs, losses = problem(shape, DTYPES[dtype]), contenders()
+    inputs, losses = problem(shape, DTYPES[dtype], options.device), contenders()
     times: dict[str, list[float]] = {name: [] for name in losses}
     for loss in losses.values():
         run(loss, *inputs)  # warm up
     names = list(times)
     for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            times[name].append(SHARED["timed"](partial(run, losses[name], *inputs), "cpu"))
+            seconds = SHARED["timed"](partial(run, losses[name], *inputs), options.device)
+            times[name].append(seconds)
     ours, spread = times[OURS], SHARED["spread"]
     result = {
         "shape": list(shape),
@@ -165,24 +181,25 @@ def measure(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
             if name != OURS
         },
         "peak_megabytes": {
-            name: peak_of(dtype, name, options.quick)
+            name: peak_of(dtype, name, options)
             for name in names
             if name == OURS or not (name == AGAIN or options.quick)
         },
         "logits_megabytes": float(f"{shape[0] * shape[2] * DTYPES[dtype].itemsize / 1e6:.4g}"),
         "gflop": 6 * shape[0] * shape[1] * shape[2] / 1e9,
-        "matrix_product_gflops": float(f"{product_speed(inputs[0].detach()):.3g}"),
+        "matrix_product_gflops": float(f"{product_speed(inputs[0].detach(), options.device):.3g}"),
     }
     show(result)
     return result
 
 
-def product_speed(hidden: Tensor) -> float:
+def product_speed(hidden: Tensor, device: str) -> float:
     """GFLOP/s of one matrix product of the size of a tile: what limits all contenders."""
-    a = hidden[:512]
-    b = torch.ones(a.shape[1], 1024, dtype=a.dtype)
+    rows, classes = (512, 1024) if device == "cpu" else (8192, 8192)
+    a = hidden[:rows]
+    b = torch.ones(a.shape[1], classes, dtype=a.dtype, device=device)
     torch.mm(a, b)
-    seconds = min(SHARED["timed"](partial(torch.mm, a, b), "cpu") for _ in range(20))
+    seconds = min(SHARED["timed"](partial(torch.mm, a, b), device) for _ in range(20))
     return 2 * a.numel() * b.shape[1] / seconds / 1e9
 
 
@@ -201,21 +218,27 @@ def show(result: dict[str, Any]) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def peak_of(dtype: str, name: str, quick: bool) -> float:
+def peak_of(dtype: str, name: str, options: argparse.Namespace) -> float:
     """Megabytes that one forward and backward needs, in a process of its own."""
-    command = [sys.executable, __file__, "--peak", dtype, name, *["--quick"] * quick]
+    command = [sys.executable, __file__, "--peak", dtype, name, "--device", options.device]
+    command += ["--quick"] * options.quick
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return round(int(done.stdout) / 1e6, 1)
 
 
-def peak(dtype: str, name: str, quick: bool) -> int:
+def peak(dtype: str, name: str, options: argparse.Namespace) -> int:
     """Bytes of the peak of one call over what was held before it (at least 0)."""
-    inputs, loss = problem(QUICK_SHAPE if quick else SHAPE, DTYPES[dtype]), contenders()[name]
-    small = problem(QUICK_SHAPE, DTYPES[dtype])
+    inputs = problem(shape_of(options), DTYPES[dtype], options.device)
+    loss, small = contenders()[name], problem(QUICK_SHAPE, DTYPES[dtype], options.device)
     run(loss, *small)  # code and thread pools are loaded now
     del small
     gc.collect()
+    if options.device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(loss, *inputs)
+        return torch.cuda.max_memory_allocated() - before
     before = resident()
     run(loss, *inputs)
     return max(0, high_water() - before)

@@ -479,3 +479,23 @@ def test_benchmark_reports_no_speed_on_a_red_gate(benchmark, tmp_path, capsys):
     assert "gate: red, no speed is reported" in said.err
     assert not said.out
     assert not (tmp_path / "new").exists()
+
+
+def test_a_scale_below_the_dtype_is_the_hinge():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
+    target = torch.randint(7, (5,))
+    logits = hidden @ weight.T
+    margins = logits.mean(1, keepdim=True) - logits
+    hinge = torch.relu(1 - margins).scatter(1, target[:, None], 0).sum(1).mean()
+    loss = fused_linear_core_loss(hidden, weight, target, scale=1e-45)
+    torch.testing.assert_close(loss, hinge)
+
+
+def test_no_features_leave_the_bias():
+    """D = 0: the logits are the bias, here equal for all classes, so a row costs (K - 1)·Φ(0)."""
+    bias = torch.zeros(3, requires_grad=True)
+    loss = fused_linear_core_loss(torch.zeros(2, 0), torch.zeros(3, 0), torch.tensor([0, 2]), bias)
+    loss.backward()
+    assert loss.item() == 4
+    assert bias.grad.tolist() == pytest.approx([-1 / 6, 1 / 3, -1 / 6])

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from proofread.linear_core import LinearCore, linear_core_loss, structured
+from proofread.linear_core import transitions as transitions_module
 from proofread.linear_core.structured import (
     StructuredLinearCoreLoss,
     Transitions,
@@ -26,6 +27,23 @@ from proofread.linear_core.structured import (
 TAILS = ("exponential", "gamma", "logistic")
 PROPOSALS = {"uniform": {"proposal": "uniform"}, "near": {}, "keep 0.6": {"keep": 0.6}}
 EXACT = {"method": "exact"}
+SUM = {"form": "sum"}
+POSITIONS = {"over": "positions"}
+SUM_POSITIONS = SUM | POSITIONS | {"method": "sampled"}
+CONSTRAINED = {"sequences, exact": EXACT, "sequences": {}, "positions": POSITIONS}
+SUMS = {
+    "sum, sequences, exact": SUM | EXACT,
+    "sum, sequences": SUM,
+    "sum, positions": SUM | POSITIONS,
+    "sum, positions, sampled": SUM_POSITIONS,
+}
+LOSSES = CONSTRAINED | SUMS
+every_loss = pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES.keys())
+
+
+def exactly(options: dict) -> dict:
+    """The exact loss that a sampled one estimates."""
+    return {name: options[name] for name in ("over", "form") if name in options} | EXACT
 
 
 def problem(
@@ -107,7 +125,8 @@ def test_exact_gradients_check():
     emissions, tags, table = problem(2, 3, 3, seed=4)
     emissions, table = emissions.requires_grad_(), table.requires_grad_()
     mask = prefix_mask([3, 2], 3)
-    for options in (EXACT, {"over": "positions"}, {"over": "positions", "average": False}):
+    sums = (SUM | EXACT, SUM | POSITIONS)
+    for options in (EXACT, POSITIONS, POSITIONS | {"average": False}, *sums):
 
         def loss(e, a, options=options):
             return structured_linear_core_loss(e, tags, a, mask=mask, tail="gamma", **options)
@@ -167,7 +186,7 @@ def test_beyond_the_core_and_over_positions_pair_interactions_are_learned():
         assert float((by_table - rows - columns + by_table.mean()).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@every_loss
 def test_constants_in_the_scores_change_nothing(options):
     emissions, tags, table = problem(2, 4, 3)
 
@@ -181,6 +200,108 @@ def test_constants_in_the_scores_change_nothing(options):
             gradients(loss, e, a), gradients(loss, emissions, table), strict=True
         ):
             assert torch.allclose(found, expected, atol=1e-13)
+
+
+def naive_sum(emissions, tags, table, weight, phi: LinearCore) -> tuple[float, float]:
+    """The sums over sequences and over positions for one sequence, margin by margin."""
+    length, k, gold = len(emissions), len(table), [int(y) for y in tags]
+
+    def score(sequence):
+        value = sum(float(emissions[t][a]) for t, a in enumerate(sequence))
+        return value + sum(float(table[a][b]) for a, b in itertools.pairwise(sequence))
+
+    over_sequences = over_positions = 0.0
+    for other in itertools.product(range(k), repeat=length):
+        target_loss = sum(float(weight[y]) for y, a in zip(gold, other, strict=True) if y != a)
+        over_sequences += target_loss * phi(score(gold) - score(other))
+    for t, y in enumerate(gold):
+        for b in set(range(k)) - {y}:
+            margin = float(emissions[t][y]) - float(emissions[t][b])
+            if t:
+                margin += float(table[gold[t - 1]][y]) - float(table[gold[t - 1]][b])
+            over_positions += float(weight[y]) * phi(margin)
+    return over_sequences, over_positions
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("average", [True, False])
+def test_the_sum_form_equals_naive_enumeration(average, tail):
+    emissions, tags, table = problem(3, 4, 3)
+    lengths, weight = [4, 1, 3], torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
+    phi = LinearCore(0.7, 0.4, tail)
+    options = {"core": 0.7, "scale": 0.4, "tail": tail, "average": average, **SUM}
+    options |= {"mask": prefix_mask(lengths, 4), "tag_weight": weight, "reduction": "none"}
+    found = [
+        structured_linear_core_loss(emissions, tags, table, over=over, method="exact", **options)
+        for over in ("sequences", "positions")
+    ]
+    for b, n in enumerate(lengths):
+        expected = naive_sum(emissions[b, :n], tags[b, :n], table, weight, phi)
+        for rows, value, count in zip(found, expected, (3**n, 3), strict=True):
+            assert float(rows[b]) == pytest.approx(value / (count if average else 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("over", ["sequences", "positions"])
+def test_with_two_outputs_the_forms_differ_by_the_scale_of_the_scores(over):
+    """Two scores are centred to plus and minus half their margin: constrained of 2h is sum of h.
+
+    And, as ``c·Φ_{τ,s}(u) = Φ_{cτ,cs}(c·u)``, twice the constrained loss is a sum with 2τ and 2s.
+    """
+    emissions, tags, table = problem(5, 1, 2)
+
+    def loss(e, form, core=0.6, scale=0.5):
+        return structured_linear_core_loss(
+            e, tags, table, over=over, form=form, core=core, scale=scale, reduction="none", **EXACT
+        )
+
+    assert torch.allclose(loss(emissions, "sum"), loss(2 * emissions, "constrained"), rtol=1e-13)
+    twice = 2 * loss(emissions, "constrained")
+    assert torch.allclose(twice, loss(emissions, "sum", core=1.2, scale=1.0), rtol=1e-13)
+    assert not torch.allclose(loss(emissions, "sum"), loss(emissions, "constrained"), rtol=0.1)
+
+
+def test_one_position_is_the_multiclass_sum_over_margins():
+    emissions, tags, table = problem(5, 1, 4)
+    expected = linear_core_loss(emissions[:, 0], tags[:, 0], form="sum", reduction="none")
+    for options in (SUM | EXACT, SUM | POSITIONS):
+        found = structured_linear_core_loss(
+            emissions, tags, table, average=False, reduction="none", **options
+        )
+        assert torch.allclose(found, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("options", [SUM, SUM_POSITIONS], ids=str)
+def test_every_alternative_once_makes_the_sampled_sum_exact(options):
+    """Uniform samples that hold all sequences, or all tags: value and gradients are exact ones."""
+    emissions, tags, table = problem(2, 3, 3)
+    mask, weight = prefix_mask([3, 1], 3), torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
+    if options == SUM:
+        samples = enumerate_sequences(3, 3).T.expand(2, -1, -1)
+    else:
+        samples = torch.arange(3).expand(2, 3, 3)
+    module = StructuredLinearCoreLoss(**options | {"proposal": "uniform", "core": 0.6})
+    upstream = torch.tensor([0.5, -2.0], dtype=torch.float64)
+
+    def sampled(e, a):
+        batch = structured._checked_batch(e, tags, a, mask, weight, e.dtype)
+        return structured._sampled(e, a, batch, samples, module.options) @ upstream
+
+    def exact(e, a):
+        rows = structured_linear_core_loss(
+            e, tags, a, mask=mask, tag_weight=weight, core=0.6, reduction="none", **exactly(options)
+        )
+        return rows @ upstream
+
+    value = float(exact(emissions, table))
+    assert float(sampled(emissions, table)) == pytest.approx(value, rel=1e-13)
+    expected = gradients(exact, emissions, table)
+    for found, e in zip(gradients(sampled, emissions, table), expected, strict=True):
+        assert torch.allclose(found, e, atol=1e-14)
+    chain, leaf = Transitions(3, table), emissions.clone().requires_grad_()
+    sampled(leaf, chain).backward()
+    assert torch.allclose(leaf.grad, expected[0], atol=1e-14)
+    assert torch.allclose(chain.table.grad.to_dense(), expected[1], atol=1e-14)
+    assert chain.offset.grad is None
 
 
 def test_enumeration_is_complete():
@@ -204,8 +325,10 @@ def sampling_distribution(tags: Tensor, k: int, **options) -> tuple[Tensor, Tens
 def estimates(emissions, tags, table, samples, mask=None, weight=None, **options):
     """Values and gradients [N], [N, T, K], [N, K, K] of the estimator for each given sample."""
     defaults = {"over": "sequences", "method": "sampled", "samples": 1, "keep": None}
-    defaults |= {"proposal": "near", "baseline": 1.0, "average": True, "reduction": "none"}
-    settings = structured._Options(surrogate=LinearCore(0.6, 0.5), **(defaults | options))
+    defaults |= {"proposal": "near", "average": True, "reduction": "none"}
+    defaults |= {"form": "constrained", "baseline": 1.0}
+    defaults |= {"surrogate": LinearCore(0.6, 0.5)}
+    settings = structured._Options(**(defaults | options))
     n = len(samples)
     e = emissions.expand(n, -1, -1).clone().requires_grad_()
     mask = None if mask is None else mask.expand(n, -1)
@@ -248,6 +371,41 @@ def test_unbiased_by_enumeration_of_all_samples(options, weighted, baseline):
     assert float((found - second).abs().max()) < 1e-13
 
 
+UNBIASED_SUMS = {name: SUM | options for name, options in PROPOSALS.items()}
+UNBIASED_SUMS["positions"] = SUM_POSITIONS | {"proposal": "uniform"}
+UNBIASED_SUMS["positions, not averaged"] = UNBIASED_SUMS["positions"] | {"average": False}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", UNBIASED_SUMS.values(), ids=UNBIASED_SUMS.keys())
+def test_the_sum_form_is_unbiased_by_enumeration_of_all_samples(options, weighted):
+    """Σ q(y')·estimate(y') over all sequences, or over all choices of a tag at each position."""
+    emissions, tags, table = problem(1, 4, 3, seed=3)
+    mask = prefix_mask([3], 4)
+    tags[0, 3], emissions[0, 3] = -100, math.nan
+    weight = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64) if weighted else None
+    samples, chance = sampling_distribution(tags[0, :3], 3, **options)
+    padded = torch.nn.functional.pad(samples, (0, 1))
+    values, by_emission, by_table = estimates(
+        emissions, tags, table, padded, mask, weight, **options | {"baseline": 0.0}
+    )
+
+    def exact(e, a):
+        return structured_linear_core_loss(
+            e, tags, a, mask=mask, tag_weight=weight, core=0.6, scale=0.5,
+            average=options.get("average", True), **exactly(options),
+        )  # fmt: skip
+
+    assert float(chance @ values) == pytest.approx(float(exact(emissions, table)), rel=1e-12)
+    first, second = gradients(exact, emissions, table)
+    found = torch.einsum("n,ntk->tk", chance, by_emission)
+    assert float((found - first[0]).abs().max()) < 1e-13
+    assert torch.equal(by_emission[:, 3], torch.zeros_like(by_emission[:, 3]))
+    found = torch.einsum("n,nij->ij", chance, by_table)
+    assert float((found - second).abs().max()) < 1e-13
+    assert float(values.std()) > 0.1 * float(values.mean())  # single samples do differ
+
+
 def test_a_sampled_mean_score_is_biased():
     """With the mean of two samples in place of h̄ the expectation differs: the exact mean is needed.
 
@@ -273,27 +431,33 @@ def test_a_sampled_mean_score_is_biased():
     assert abs(biased - float(exact)) > 0.05 * float(exact)
 
 
-@pytest.mark.parametrize("proposal", ["near", "uniform"])
-def test_sampled_gradient_on_a_larger_problem_by_z_test(proposal):
+LARGER = [{"proposal": "near"}, {"proposal": "uniform"}, SUM, SUM | {"proposal": "uniform"}]
+
+
+@pytest.mark.parametrize("options", [*LARGER, SUM_POSITIONS], ids=str)
+def test_sampled_gradient_on_a_larger_problem_by_z_test(options):
     """Means of the gradients within the Bonferroni limits of the exact ones (fixed seed)."""
     k, copies, runs = 12, 25, 60
     emissions, tags, table = problem(1, 4, k, seed=6)
     first, second = gradients(
-        lambda e, a: structured_linear_core_loss(e, tags, a, **EXACT), emissions, table
+        lambda e, a: structured_linear_core_loss(e, tags, a, **exactly(options)), emissions, table
     )
     generator = torch.Generator().manual_seed(0)
 
     def estimate():
         return gradients(
             lambda e, a: structured_linear_core_loss(
-                e.expand(copies, -1, -1), tags.expand(copies, -1), a, proposal=proposal,
-                samples=64, generator=generator,
+                e.expand(copies, -1, -1), tags.expand(copies, -1), a, samples=64,
+                generator=generator, **options,
             ),
             emissions, table,
         )  # fmt: skip
 
     found = [torch.cat([e.flatten(), a.flatten()]) for e, a in (estimate() for _ in range(runs))]
     sample, exact = torch.stack(found), torch.cat([first.flatten(), second.flatten()])
+    moving = sample.std(0) > 1e-14  # over positions, pairs that follow no gold tag never move
+    assert torch.allclose(sample.mean(0)[~moving], exact[~moving], atol=1e-15)
+    sample, exact = sample[:, moving], exact[moving]
     t = (sample.mean(0) - exact) / (sample.std(0) / runs**0.5)
     limit = stats.t.ppf(1 - 0.001 / 2 / exact.numel(), runs - 1)
     assert float(t.abs().max()) < limit
@@ -331,20 +495,22 @@ def test_the_same_seed_gives_the_same_loss():
 # --- variance -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("baseline", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("form", "baseline"), [("constrained", 0.0), ("constrained", 1.0), ("sum", 0.0)]
+)
 @pytest.mark.parametrize("options", PROPOSALS.values(), ids=PROPOSALS.keys())
-def test_variance_equals_that_of_all_estimates(options, baseline):
+def test_variance_equals_that_of_all_estimates(options, form, baseline):
+    options = options | {"form": form, "baseline": baseline}
     emissions, tags, table = problem(2, 3, 3, seed=8)
     mask, weight = prefix_mask([3, 2], 3), torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
     found = gradient_variance(
-        emissions, tags, table, mask=mask, core=0.6, scale=0.5, baseline=baseline,
-        tag_weight=weight, **options,
+        emissions, tags, table, mask=mask, core=0.6, scale=0.5, tag_weight=weight, **options
     )  # fmt: skip
     for b, n in enumerate((3, 2)):
         samples, chance = sampling_distribution(tags[b, :n], 3, **options)
         _, by_emission, by_table = estimates(
             emissions[b : b + 1, :n], tags[b : b + 1, :n], table, samples, None, weight,
-            baseline=baseline, **options,
+            **options,
         )  # fmt: skip
         pairs = [(by_emission, found.emission_mean[b, :n], found.emission_variance[b])]
         pairs += [(by_table, found.transition_mean[b], found.transition_variance[b])]
@@ -373,6 +539,25 @@ def test_in_the_core_variance_grows_with_the_tags_only_for_uniform_samples():
         assert plain > 20 * relative_variance(3, 12, proposal=proposal)
 
 
+def test_in_the_core_the_sum_form_has_little_variance_whatever_the_size():
+    """With ``M ~ Bin(T, p)`` mismatches, ``p = 1 - 1/K``, one sample is M·D and ‖D‖² = 2M."""
+    for t, k in ((1, 5), (2, 6), (2, 50), (3, 2), (3, 12), (5, 3)):
+        p = 1 - 1 / k
+        uniform = 1 + 2 * (t - 1) * p * (1 - p) / (1 + (t - 1) * p) ** 2
+        found = relative_variance(t, k, proposal="uniform", **SUM)
+        assert found == pytest.approx(uniform, rel=1e-10)
+        assert 1 <= uniform <= 1.25
+        assert relative_variance(t, k, **SUM) < (1 + 1 / t) ** t * (1 + uniform) - 1 < 2.25 * math.e
+    emissions, tags, table = problem(1, 3, 4, size=0.1)
+    samples, chance = sampling_distribution(tags[0], 4, proposal="uniform")
+    options = SUM_POSITIONS | {"proposal": "uniform", "baseline": 0.0}
+    options |= {"surrogate": LinearCore(100.0)}
+    _, by_emission, _ = estimates(emissions, tags, table, samples, **options)
+    mean = torch.einsum("n,ntk->tk", chance, by_emission)
+    variance = chance @ (by_emission - mean).square().sum((1, 2))
+    assert float(variance) == pytest.approx(float(mean.square().sum()), rel=1e-12)
+
+
 # --- Transitions ----------------------------------------------------------------------------------
 
 
@@ -394,6 +579,10 @@ KINDS = {
     "micro-batches": [{}, {"proposal": "uniform"}],
     "sparse and dense": [{}, EXACT, {}],
     "dense": [EXACT],
+    "sum, sequences": [SUM],
+    "sum, positions": [SUM_POSITIONS],
+    "sum, positions, exact": [SUM | POSITIONS],
+    "both forms": [SUM, {}, SUM_POSITIONS, SUM | EXACT],
 }
 
 
@@ -435,6 +624,30 @@ def test_descent_on_the_table_alone_trains_the_same_classifier():
         dense.grad = None
     assert same_classifier(sparse.dense().detach(), dense.detach())
     assert not torch.allclose(sparse.dense(), dense, atol=1e-3)  # up to a constant only
+
+
+@pytest.mark.parametrize("options", [SUM, SUM_POSITIONS], ids=str)
+def test_in_the_sum_form_the_table_takes_the_whole_gradient(options):
+    """In pairs, few, and no constant: descent on the table alone is dense descent on A."""
+    emissions, tags, table = problem(3, 4, 50)
+    sparse, dense = Transitions(50, table), table.clone().requires_grad_()
+    for number in range(5):
+        step(emissions, tags, sparse, number, **options)
+        step(emissions, tags, dense, number, **options)
+        assert sparse.table.grad._nnz() <= 3 * 3 * (8 + 1) <= 2 * 3 * 4 * 8
+        assert sparse.table.grad.sparse_dim() == 2
+        assert sparse.offset.grad is None
+        assert int(dense.grad.count_nonzero()) <= sparse.table.grad._nnz()
+        assert torch.allclose(sparse.table.grad.to_dense(), dense.grad, atol=1e-15)
+        torch.optim.SGD([sparse.table], lr=0.5).step()
+        sparse.zero_grad()
+        with torch.no_grad():
+            dense -= 0.5 * dense.grad
+        dense.grad = None
+        assert torch.allclose(sparse.dense(), dense, atol=1e-12)
+    if options == SUM_POSITIONS:  # only rows of tags that stand before another
+        rows = (sparse.dense() != table).any(1).nonzero()[:, 0]
+        assert set(rows.tolist()) <= set(tags[:, :-1].flatten().tolist())
 
 
 def test_the_two_gradients_sum_to_the_true_one():
@@ -502,8 +715,8 @@ def test_the_mean_follows_every_change(how):
 
 def test_the_sum_is_made_once_and_renewed_now_and_then(monkeypatch):
     made = []
-    total = structured._total
-    monkeypatch.setattr(structured, "_total", lambda table: made.append(1) or total(table))
+    total = transitions_module._total
+    monkeypatch.setattr(transitions_module, "_total", lambda table: made.append(1) or total(table))
     emissions, tags, table = problem(2, 4, 20)
     transitions = Transitions(20, table.float())
     for seed in range(20):  # 2·3·8 = 48 entries a step, 400 in the table: renewed every 9th step
@@ -521,10 +734,10 @@ def test_the_sum_is_made_once_and_renewed_now_and_then(monkeypatch):
 
 
 def test_blocks_of_rows_sum_to_the_whole(monkeypatch):
-    monkeypatch.setattr(structured, "BLOCK", 30)
+    monkeypatch.setattr(transitions_module, "BLOCK", 30)
     table = torch.arange(169.0).reshape(13, 13)
     assert Transitions(13, table).mean() == 84.0
-    assert float(structured._total(table.T)) == 169 * 84
+    assert float(transitions_module._total(table.T)) == 169 * 84
 
 
 def test_transitions_start_as_told_and_refuse_nonsense():
@@ -597,29 +810,34 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("over", ["sequences", "positions"])
-def test_a_step_does_no_work_on_all_pairs_of_tags(over):
+SPARSE = {"sequences": {}, "positions": POSITIONS, "sum": SUM, "sum, positions": SUM_POSITIONS}
+
+
+@pytest.mark.parametrize("options", SPARSE.values(), ids=SPARSE.keys())
+def test_a_step_does_no_work_on_all_pairs_of_tags(options):
     b, t, k = 2, 5, 3000
-    transitions = Transitions(k)
-    transitions.mean()
+    chain = Transitions(k)
+    if "form" not in options:
+        chain.mean()
     emissions, tags = torch.randn(b, t, k, requires_grad=True), torch.randint(k, (b, t))
-    criterion = StructuredLinearCoreLoss(over=over)
-    with LargestTensor(transitions.table) as seen:
+    criterion = StructuredLinearCoreLoss(**options)
+    with LargestTensor(chain.table) as seen:
         for _ in range(2):
-            criterion(emissions, tags, transitions).backward()
-            transitions.apply_gradient(0.1)
-            transitions.zero_grad()
+            criterion(emissions, tags, chain).backward()
+            chain.apply_gradient(0.1)
+            chain.zero_grad()
     assert seen.most <= b * t * k < k * k / 100
     cheap = {"index", "index_put_", "index_add_", "embedding", "detach", "alias", "is_same_size"}
     assert seen.readers <= cheap, seen.readers
     assert {"index", "index_put_"} <= seen.readers or "embedding" in seen.readers
-    assert transitions.table.count_nonzero() > 0
+    assert chain.table.count_nonzero() > 0
+    assert (chain._total is None) == ("form" in options)  # the sum form never asks for the mean
 
 
 # --- dtypes, layouts, bad input -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_lower_precision(dtype, options):
     emissions, tags, table = problem(2, 4, 3)
@@ -641,7 +859,7 @@ def test_lower_precision(dtype, options):
         assert loss(emissions, table).dtype == torch.float32
 
 
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@every_loss
 def test_strides_do_not_matter(options):
     emissions, tags, table = problem(1, 4, 3)
 
@@ -664,7 +882,7 @@ def test_strides_do_not_matter(options):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@pytest.mark.parametrize("options", CONSTRAINED.values(), ids=CONSTRAINED.keys())
 def test_scores_that_are_not_finite_give_no_finite_loss(options, bad):
     emissions, tags, table = problem(2, 3, 4)
     mask = prefix_mask([3, 2], 3)
@@ -683,7 +901,65 @@ def test_scores_that_are_not_finite_give_no_finite_loss(options, bad):
     assert not rows[0].isfinite()
 
 
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("options", SUMS.values(), ids=SUMS.keys())
+def test_in_the_sum_form_gold_scores_that_are_not_finite_give_nan(options, bad):
+    emissions, tags, table = problem(2, 3, 4)
+    tags[0], tags[1] = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])
+    options = {"reduction": "none", "mask": prefix_mask([3, 2], 3), **options}
+    emissions[1, 2] = bad  # masked: does not matter
+    assert structured_linear_core_loss(emissions, tags, table, **options).isfinite().all()
+    for t in (0, 1):
+        broken = emissions.clone().requires_grad_()
+        with torch.no_grad():
+            broken[1, t, tags[1, t]] = bad
+        rows = structured_linear_core_loss(broken, tags, table, **options)
+        assert rows[0].isfinite()
+        assert rows[1].isnan()
+        rows.sum().backward()
+        assert broken.grad[0].isfinite().all()
+        # The enumerated loss is left to autograd, whose slopes at NaN are numbers.
+        assert broken.grad[1, t].isnan().any() or options.get("method") == "exact"
+        assert float(broken.grad[1, 2].abs().max()) == 0  # masked
+    broken = table.clone()
+    broken[0, 1] = bad  # a gold pair of the first, not of the second
+    for _ in range(10):  # also where the one sample does not meet it
+        rows = structured_linear_core_loss(emissions, tags, broken, samples=1, **options)
+        assert rows[0].isnan()
+
+
+@pytest.mark.parametrize("options", SUMS.values(), ids=SUMS.keys())
+def test_in_the_sum_form_an_impossible_alternative_contributes_nothing(options):
+    """Scores of -inf, at a tag or at a pair, act as scores that are very low."""
+    emissions, tags, table = problem(2, 3, 3)
+    tags[:] = torch.tensor([0, 1, 0])
+    emissions[1, 2] = math.nan
+    mask = prefix_mask([3, 2], 3)
+
+    def results(low):
+        e, a = emissions.clone(), table.clone()
+        e[0, 1, 2] = e[1, 0, 2] = low
+        a[0, 2] = a[1, 2] = low
+
+        def loss(e, a):
+            generator = torch.Generator().manual_seed(0)
+            return structured_linear_core_loss(
+                e, tags, a, mask=mask, generator=generator, samples=32, **options
+            )
+
+        return [loss(e, a), *gradients(loss, e, a)]
+
+    for found, expected in zip(results(-math.inf), results(-1e5), strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, expected)
+    emissions[0, 1, 2] = math.inf  # certain, and wrong
+    options = options | {"samples": 64, "reduction": "none", "mask": mask}
+    rows = structured_linear_core_loss(emissions, tags, table, **options)
+    assert rows[0].isposinf()
+    assert rows[1].isfinite()
+
+
+@every_loss
 def test_an_empty_batch(options):
     emissions, tags = torch.zeros(0, 3, 4, requires_grad=True), torch.zeros(0, 3).long()
     for transitions in (torch.zeros(4, 4), Transitions(4)):
@@ -719,7 +995,7 @@ def test_reductions_and_upstream_gradients():
     assert torch.allclose(mean, total / 3)
 
 
-@pytest.mark.parametrize("options", [EXACT, {}, {"over": "positions"}], ids=str)
+@every_loss
 def test_the_module_is_the_function(options):
     emissions, tags, table = problem(2, 4, 3)
     mask, weight = prefix_mask([4, 2], 4), torch.tensor([0.5, 2.0, 1.25])
@@ -732,12 +1008,32 @@ def test_the_module_is_the_function(options):
     )
     assert torch.equal(found, expected)
     assert "core=0.5" in repr(criterion)
+    assert f"form={options.get('form', 'constrained')!r}" in repr(criterion)
     assert "tag_weight" in criterion.state_dict()
 
 
-def test_no_second_derivative_of_the_sampled_loss():
+def test_what_is_left_out_depends_on_the_loss():
+    chosen = {
+        name: (o.method, o.proposal, o.baseline)
+        for name, o in ((n, StructuredLinearCoreLoss(**o).options) for n, o in LOSSES.items())
+    }
+    assert chosen == {
+        "sequences, exact": ("exact", "near", 1.0),
+        "sequences": ("sampled", "near", 1.0),
+        "positions": ("exact", "uniform", 1.0),
+        "sum, sequences, exact": ("exact", "near", 0.0),
+        "sum, sequences": ("sampled", "near", 0.0),
+        "sum, positions": ("exact", "uniform", 0.0),
+        "sum, positions, sampled": ("sampled", "uniform", 0.0),
+    }
+    given = StructuredLinearCoreLoss(form="sum", proposal="uniform", baseline=0.0).options
+    assert (given.proposal, given.baseline) == ("uniform", 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, SUM, SUM_POSITIONS], ids=str)
+def test_no_second_derivative_of_the_sampled_loss(options):
     emissions, tags, table = problem(1, 3, 4)
-    loss = structured_linear_core_loss(emissions.requires_grad_(), tags, table)
+    loss = structured_linear_core_loss(emissions.requires_grad_(), tags, table, **options)
     with pytest.raises(RuntimeError, match="method='exact'"):
         torch.autograd.grad(loss, emissions, create_graph=True)
 
@@ -785,8 +1081,17 @@ BAD = {
     "tail": ((E, Y, A), {"tail": "cubic"}, ValueError, "tail"),
     "sampled sum": ((E, Y, A), {"average": False}, ValueError, "average=False needs"),
     "sampled positions": (
-        (E, Y, A), {"method": "sampled", "over": "positions"}, ValueError, "for over='sequences'",
+        (E, Y, A), POSITIONS | {"method": "sampled"}, ValueError, "form='sum': .* must be exact",
     ),
+    "form": ((E, Y, A), {"form": "margins"}, ValueError, "form must be one of"),
+    "sampled sum over sequences": (
+        (E, Y, A), SUM | {"average": False}, ValueError, "average=False needs",
+    ),
+    "baseline of a sum": ((E, Y, A), SUM | {"baseline": 1.0}, ValueError, "baseline .* would bias"),
+    "near positions": (
+        (E, Y, A), SUM_POSITIONS | {"proposal": "near"}, ValueError, "no meaning for over='posit",
+    ),
+    "keep over positions": ((E, Y, A), SUM_POSITIONS | {"keep": 0.5}, ValueError, "keep belongs"),
     "too many sequences": (
         (torch.zeros(1, 9, 4), torch.zeros(1, 9).long(), A), EXACT, ValueError,
         r"4\^9 .* 65536 .*method='sampled'",
@@ -803,6 +1108,12 @@ def test_bad_input(inputs, options, error, message):
 def test_bad_input_of_the_rest():
     with pytest.raises(ValueError, match="samples must be"):
         StructuredLinearCoreLoss(samples=-1)
+    with pytest.raises(ValueError, match="would bias"):
+        StructuredLinearCoreLoss(form="sum", baseline=0.5)
+    with pytest.raises(ValueError, match="must be exact"):
+        StructuredLinearCoreLoss(over="positions", method="sampled")
+    with pytest.raises(ValueError, match="would bias"):
+        gradient_variance(E, Y, A, form="sum", baseline=1.0)
     with pytest.raises(ValueError, match="method='sampled'"):
         enumerate_sequences(17, 2)
     with pytest.raises(ValueError, match="at least 1"):
@@ -814,7 +1125,7 @@ def test_bad_input_of_the_rest():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [EXACT, {"over": "positions"}], ids=str)
+@pytest.mark.parametrize("options", [EXACT, POSITIONS, SUM | EXACT, SUM | POSITIONS], ids=str)
 def test_cuda_equals_cpu(options):
     emissions, tags, table = problem(2, 4, 3)
     expected = gradients(
@@ -829,14 +1140,15 @@ def test_cuda_equals_cpu(options):
 
 
 @pytest.mark.gpu
-def test_a_sampled_step_on_cuda_equals_dense_descent():
+@pytest.mark.parametrize("options", [{}, SUM, SUM_POSITIONS], ids=str)
+def test_a_sampled_step_on_cuda_equals_dense_descent(options):
     emissions, tags, table = (t.cuda() for t in problem(2, 4, 5))
     sparse, dense = Transitions(5, table), table.clone().requires_grad_()
     for seed in range(3):
         for transitions in (sparse, dense):
             generator = torch.Generator("cuda").manual_seed(seed)
             structured_linear_core_loss(
-                emissions, tags, transitions, generator=generator
+                emissions, tags, transitions, generator=generator, **options
             ).backward()
         sparse.apply_gradient(0.3)
         sparse.zero_grad()

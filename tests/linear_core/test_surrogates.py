@@ -450,3 +450,14 @@ def test_reference_rates():
 def test_unknown_reference_is_named():
     with pytest.raises(ValueError, match="name must be one of"):
         reference_surrogate("ramp")
+
+
+@pytest.mark.parametrize("tail", sorted(TAILS))
+@pytest.mark.parametrize("convert", [torch.tensor, np.asarray])
+def test_a_scale_below_the_dtype_is_the_hinge(tail, convert):
+    """1e-300 is zero in single precision, which would be 0/0 at u = τ."""
+    phi = LinearCore(1.0, 1e-300, tail)
+    margins = convert([0.5, 1.0, 1.5])
+    margins = margins.float() if isinstance(margins, torch.Tensor) else margins.astype(np.float32)
+    assert phi(margins).tolist() == pytest.approx([0.5, 0, 0], abs=1e-30)
+    assert phi.derivative(margins).tolist() == pytest.approx([-1, -1, 0])

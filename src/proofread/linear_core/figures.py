@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stats import mean_interval
-from .certificates import Regrets, Surrogate
+from .certificates import Regrets, Surrogate, descent_steps
+from .multiclass import RegretCurves
+from .optimization import Descent
+from .surrogates import LinearCore
+from .tagging import METHODS
 from .training import LOSSES, Comparison
 
 if TYPE_CHECKING:
@@ -98,4 +102,96 @@ def draw_slopes(slopes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
             axes.stairs(share, bins, label=name)
         axes.set(xlabel=f"|ℓ′|, {LOSSES[loss].name}", ylabel="share of samples")
         axes.legend()
+    return fig
+
+
+def draw_descents(descents: Mapping[str, Descent], size: int) -> Figure:
+    """Gap to the best risk against the number of steps, mean over the problems of one size."""
+    from ..plotting import figure
+
+    fig, axes = figure(height=3.4)
+    for name, descent in descents.items():
+        gap = descent.gaps[size].mean(0)
+        axes.loglog(np.arange(1, len(gap)), gap[1:], label=name)
+    steps = np.array([10, len(gap) - 1])
+    axes.loglog(steps, 3 / steps, color="0.4", linestyle=":", marker="", label="slope −1")
+    axes.set(xlabel="steps T", ylabel="risk − best risk")
+    axes.legend()
+    return fig
+
+
+def draw_scaling(log_odds: Sequence[float], accuracy: float = 0.01) -> Figure:
+    """Steps of gradient descent against s/τ for points of given log-odds, with 1/κ marked."""
+    from ..plotting import COLOURS, LINE_COLOURS, figure
+
+    ratios = np.geomspace(0.05, 10, 24)
+    steps = descent_steps([LinearCore(1.0, x) for x in ratios], log_odds, accuracy)  # [24, P]
+    fig, axes = figure()
+    for kappa, row, colour in zip(log_odds, steps.T, LINE_COLOURS, strict=False):
+        axes.semilogx(ratios, row, color=COLOURS[colour], label=f"log-odds κ = {kappa:g}")
+        axes.axvline(1 / kappa, color=COLOURS[colour], linestyle=":", marker="")
+    axes.set(xlabel="scale over core, s/τ", ylabel="steps of gradient descent")
+    axes.legend()
+    return fig
+
+
+def draw_regret_curves(curves: RegretCurves) -> Figure:
+    """Least surrogate regret that comes with a 0–1 regret, in both forms, on logarithmic axes."""
+    from ..plotting import figure
+
+    fig, axes = figure()
+    axes.loglog(curves.zero_one, curves.constrained, label="constrained form")
+    axes.loglog(curves.zero_one, curves.sum_form, label="sum of margins")
+    line = curves.zero_one[[0, -1]]
+    axes.loglog(line, line, color="0.4", linestyle=":", marker="", label="linear bound, τ = 1")
+    axes.set(xlabel="0–1 regret δ", ylabel="least surrogate regret")
+    axes.legend()
+    return fig
+
+
+def draw_variances(variances: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Relative variance of the sampled gradient against the number of tags, a line an estimator."""
+    from ..plotting import figure
+
+    fig, axes = figure()
+    for name, values in variances.items():
+        axes.loglog(list(values), list(values.values()), label=name)
+    axes.set(xlabel="number of tags K", ylabel="variance / squared norm of the gradient")
+    axes.legend()
+    return fig
+
+
+def draw_step_times(cases: Sequence[Mapping[str, Any]]) -> Figure:
+    """Recorded milliseconds of a training step against the number of tags, a line a method."""
+    from ..plotting import figure
+
+    names = dict.fromkeys(name for case in cases for name in case["milliseconds"])
+    fig, axes = figure(height=3.6)
+    for name in names:
+        found = [(c["tags"], c["milliseconds"][name]) for c in cases if name in c["milliseconds"]]
+        axes.loglog([k for k, _ in found], [ms["median"] for _, ms in found], label=name)
+    axes.set(xlabel="number of tags |Y|", ylabel="milliseconds a training step")
+    fig.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return fig
+
+
+def draw_tagging(
+    curves: Sequence[Mapping[str, Any]], references: Mapping[str, float], by: str
+) -> Figure:
+    """Accuracy against ``by`` ("steps" or "seconds") of training, mean over the seeds, a line a
+    method, with the accuracies that no training changes."""
+    from ..plotting import figure
+
+    fig, axes = figure(height=3.6)
+    for method in dict.fromkeys(curve["method"] for curve in curves):
+        runs = [curve for curve in curves if curve["method"] == method]
+        at, accuracy = (np.mean([run[key] for run in runs], 0) for key in (by, "accuracy"))
+        axes.semilogx(at, 100 * accuracy, label=METHODS[method].name)
+    for name, accuracy in references.items():
+        axes.axhline(100 * accuracy, color="0.4", linestyle=":", marker="")
+        place = {"ha": "right", "va": "bottom", "transform": axes.get_yaxis_transform()}
+        axes.text(0.99, 100 * accuracy, name, fontsize="small", **place)
+    label = {"steps": "steps", "seconds": "seconds of training, one thread"}[by]
+    axes.set(xlabel=label, ylabel="tags right on test sentences (%)")
+    fig.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return fig

@@ -41,6 +41,7 @@ from .losses import (
     _checked_labels,
     _reduce,
     _tail_,
+    _with_finite_steepness,
     _work_dtype,
 )
 from .surrogates import LinearCore
@@ -117,6 +118,7 @@ def fused_linear_core_loss(
     _check_options(form, reduction)
     _check_inputs(hidden, weight, target, bias, class_weight)
     hidden, weight, bias, dtype = _autocast(hidden, weight, bias)
+    surrogate = _with_finite_steepness(surrogate, _work_dtype(hidden.dtype))
     labels = _checked_labels(target.reshape(-1).long(), len(weight), ignore_index, class_weight)
     rows = _counted_rows(labels.target, labels.counted, class_weight, hidden.dtype)
     # The mean's divisor goes into the gradients, so that backward has nothing to multiply. Not in
@@ -129,7 +131,7 @@ def fused_linear_core_loss(
         each=reduction == "none",
         needs=_needs(hidden, weight, bias),
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(labels.target.numel(), hidden.shape[-1])
     loss: Tensor = _FusedLoss.apply(flat, weight, bias, rows, settings)
     if reduction == "none":
         return loss.reshape(target.shape).to(dtype)

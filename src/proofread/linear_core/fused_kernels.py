@@ -72,7 +72,7 @@ _TYPE = {
 
 
 @triton.jit
-def _kernel(  # noqa: PLR0915, a kernel is one function by nature
+def _kernel(
     x: tl.tensor,  # [rows, depth]
     w: tl.tensor,  # [blocks·BN, depth]; rows from ``width`` on are zero
     bias: tl.tensor,  # [width], read only if WITH_BIAS

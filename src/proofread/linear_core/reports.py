@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..checkout import find_in_checkout
-from ..stats import Estimate, mean_interval, paired_difference
+from ..claims import Span
+from ..stats import Estimate, fit_exponent, mean_interval, paired_difference
 from ..tables import Table
+from .multiclass import SumCounterexample, TwoSidedRatios
+from .optimization import Descent
+from .tagging import METHODS, Curve, final_accuracies
 from .training import LOSSES, Comparison
 
 
@@ -47,6 +51,37 @@ def gain_table(comparison: Comparison, loss: str, others: Sequence[str], note: s
         rows.append((f"{rate:.0%}", *shown))
     columns = [f"{LOSSES[loss].name} over {LOSSES[other].name}, points" for other in others]
     return Table(("noise", *columns), rows, note)
+
+
+def descent_table(descents: Mapping[str, Descent], note: str) -> Table:
+    """Fitted exponent of each descent by number of points, and how far it stays below the bound."""
+    sizes = list(next(iter(descents.values())).rates)
+    rows = []
+    for name, descent in descents.items():
+        rates = [f"{r.value:.2f} [{r.low:.2f}, {r.high:.2f}]" for r in descent.rates.values()]
+        bound = f"{max(descent.bound.values()):.2f}" if descent.bound else "no bound"
+        rows.append((name, *rates, bound))
+    columns = [f"exponent, d = {size}" for size in sizes]
+    return Table(("loss and step", *columns, "largest gap / bound"), rows, note)
+
+
+def two_sided_table(found: Mapping[str, TwoSidedRatios], note: str) -> Table:
+    """Least constrained regret over 0–1 regret near a tie, and its exponent, a row a case."""
+    deltas = next(iter(found.values())).deltas
+    rows = [
+        (name, *(f"{ratio:.4f}" for ratio in case.ratios), f"{case.exponent.value:.2f}")
+        for name, case in found.items()
+    ]
+    columns = [f"regret / δ, δ = {delta:g}" for delta in deltas]
+    return Table(("surrogate", *columns, "exponent of δ"), rows, note)
+
+
+def counterexample_table(found: SumCounterexample, note: str) -> Table:
+    """Certified regrets of the sum form, and the constant that a linear bound would need."""
+    numbers = zip(found.deltas, found.regrets, found.ratios, strict=True)
+    rows = [(f"{d:g}", f"{r:.4g}", f"{r / d**2:.3f}", f"{ratio:.4g}") for d, r, ratio in numbers]
+    columns = ("0–1 regret δ", "surrogate regret ≤", "regret / δ² ≤", "constant needed ≥")
+    return Table(columns, rows, note)
 
 
 def slope_table(slopes: Mapping[str, tuple[np.ndarray, np.ndarray]], note: str) -> Table:
@@ -105,6 +140,80 @@ def kernel_table(folder: Path | None = None) -> Table:
     columns = ("kernel", "GPU", "registers", "spilled bytes", "shared bytes", "instructions")
     note = "compiled ahead of time, run on no GPU; registers are per thread, widths in bits"
     return Table((*columns, "widest load", "widest store"), rows, note)
+
+
+def structured_record(folder: Path | None = None) -> dict[str, Any]:
+    """What ``benchmarks/linear_core_structured.py`` recorded: ``cases``, ``curves``, ….
+
+    Raises:
+        FileNotFoundError: nothing is recorded; the message names the remedy.
+    """
+    found: dict[str, Any] = _recorded("linear_core_structured.json", folder)
+    return found
+
+
+def step_exponent(record: Mapping[str, Any], method: str, smallest: int = 500) -> Estimate:
+    """Exponent of a step's median seconds in the number of tags, from ``smallest`` tags on.
+
+    Args:
+        record: of ``structured_record``.
+        method: key of ``tagging.METHODS``.
+        smallest: sizes below are left out: there the cost of calling operators dominates.
+
+    Raises:
+        ValueError: fewer than three sizes.
+    """
+    cases = [case for case in record["cases"] if case["tags"] >= smallest]
+    times = [case["milliseconds"][METHODS[method].name]["median"] for case in cases]
+    return fit_exponent([case["tags"] for case in cases], times)
+
+
+def speedup(record: Mapping[str, Any], tags: int, name: str) -> Span:
+    """Seconds of a step of ``name`` over those of the sampled loss over sequences.
+
+    Args:
+        record: of ``structured_record``.
+        tags: the size.
+        name: a contender's name, as recorded.
+
+    Returns:
+        Median with the range over the interleaved rounds.
+
+    Raises:
+        KeyError: no such size or contender.
+    """
+    ratios = {case["tags"]: case["times_ours"] for case in record["cases"]}
+    ratio = ratios[tags][name]
+    return Span(ratio["median"], ratio["min"], ratio["max"])
+
+
+def step_table(record: Mapping[str, Any]) -> Table:
+    """Recorded milliseconds of a training step by method and number of tags."""
+    cases = record["cases"]
+    names = dict.fromkeys(name for case in cases for name in case["milliseconds"])
+    rows = []
+    for name in names:
+        times = [case["milliseconds"].get(name) for case in cases]
+        rows.append((name, *(f"{ms['median']:.3g}" if ms else "–" for ms in times)))
+    machine = record["environment"]
+    note = (
+        f"milliseconds, median of {cases[0]['rounds']} interleaved runs; {record['batch']} "
+        f"sequences of {record['length']} tags, random scores (stand-in for a tagger's), fp32, "
+        f"{machine['threads']} thread of a {machine['machine']} machine "
+        f"({machine['instructions']}), torch {machine['packages']['torch']}"
+    )
+    return Table(("step", *(f"|Y| = {case['tags']:,}" for case in cases)), rows, note)
+
+
+def tagging_table(curves: Sequence[Curve], note: str) -> Table:
+    """Final test accuracy of each method in percent, with its 95 % interval over the seeds."""
+    rates = {curve.method: curve.lr for curve in curves}
+    rows = []
+    for method, values in final_accuracies(curves).items():
+        a = mean_interval(100 * values)
+        interval = f"{a.value:.1f} [{a.low:.1f}, {a.high:.1f}]"
+        rows.append((METHODS[method].name, interval, f"{rates[method]:g}", a.n))
+    return Table(("method", "tags right %", "learning rate", "languages"), rows, note)
 
 
 def _recorded(name: str, folder: Path | None) -> Any:

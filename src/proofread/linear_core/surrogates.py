@@ -243,10 +243,12 @@ class LinearCore:
 
     def _v(self, u: Any) -> Any:
         """Distance into the tail, in scales, within [0, 1000]; NaN stays NaN."""
-        v = (u - self.core) / self.scale
+        # A scale that the dtype rounds to zero would make 0/0 at the stitch.
         if isinstance(u, torch.Tensor):
-            return v.clamp(0, FAR_TAIL)
-        return np.clip(v, 0, FAR_TAIL)
+            real = u.dtype if u.is_floating_point() else torch.get_default_dtype()
+            return ((u - self.core) / max(self.scale, torch.finfo(real).tiny)).clamp(0, FAR_TAIL)
+        scale = max(self.scale, float(np.finfo(u.dtype).tiny))
+        return np.clip((u - self.core) / scale, 0, FAR_TAIL)
 
     def symbolic(self, u: Any, core: Any = None, scale: Any = None) -> Any:
         """``Φ(u)`` as a sympy ``Piecewise``, for proofs.

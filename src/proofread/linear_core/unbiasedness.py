@@ -1,11 +1,13 @@
 """Is the sampled gradient of the structured loss unbiased, and does that need smoothness?
 
 Small random chains, where the sampling distribution can be enumerated: no Monte Carlo error. All
-distances are relative to the norm of the exact gradient, emissions and transitions taken together.
+distances are relative to the norm of the exact gradient, emissions and transitions taken together,
+and below 10⁻¹² they are reported as 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +98,8 @@ def _flat(*parts: Tensor) -> Tensor:
 
 
 def _distance(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+    """Relative distance to 12 decimals: what is below is rounding, and differs by machine."""
+    return round(float((found - exact).norm() / exact.norm()), 12)
 
 
 def sampling_bias(
@@ -141,3 +144,37 @@ def tail_share(surrogate: LinearCore, *, length: int = 3, n_tags: int = 4, seed:
     scores = chain.emissions[0, torch.arange(length), sequences].sum(1)
     scores = scores + chain.transitions[sequences[:, :-1], sequences[:, 1:]].sum(1)
     return float((scores.mean() - scores > surrogate.core).double().mean())
+
+
+def relative_variances(
+    n_tags: Iterable[int], *, core: float, baseline: float = 1.0, length: int = 2
+) -> dict[str, dict[int, float]]:
+    """Variance of one sample of the emissions' gradient over the gradient's squared norm.
+
+    Enumerated exactly on a random chain with scores of deviation 0.3, for both proposals. With a
+    large ``core`` all sequences lie in it; with ``core=1`` some lie on the tail.
+
+    Args:
+        n_tags: the K to compute it for; ``K^T`` at most 65,536.
+        core: τ; s = 1.
+        baseline: of the control variate.
+        length: T.
+
+    Returns:
+        By proposal and K.
+    """
+    found: dict[str, dict[int, float]] = {"uniform": {}, "near": {}}
+    for k in n_tags:
+        chain = Chain.random(length, k, seed=0, spread=0.3)
+        for proposal, values in found.items():
+            moments = gradient_variance(
+                chain.emissions,
+                chain.tags,
+                chain.transitions,
+                core=core,
+                proposal=proposal,
+                baseline=baseline,
+            )
+            norm = float(moments.emission_mean.square().sum())
+            values[k] = float(moments.emission_variance) / norm
+    return found

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from proofread.linear_core import LinearCore, figures, reference_surrogate, reports
+from proofread.linear_core import LinearCore, figures, reference_surrogate, reports, tagging
 from proofread.linear_core import certificates as certify
+from proofread.linear_core.multiclass import (
+    certify_sum_counterexample,
+    constrained_two_sided_ratio,
+    regret_curves,
+)
+from proofread.linear_core.optimization import compare_descents
 from proofread.linear_core.training import Comparison, LearningRateChoice, Run
 from proofread.plotting import show
 
@@ -107,3 +114,122 @@ def test_slope_histograms_are_shares() -> None:
     digest = show(fig, note="made up").digest
     assert "clean label" in digest
     assert "flipped label" in digest
+
+
+def step_record() -> dict:
+    """Times of 1, 2, 4, 8 ms for the sampled loss at 1000 … 8000 tags; their squares for Viterbi."""
+
+    def spread(median: float) -> dict:
+        return {"median": median, "min": 0.9 * median, "max": 1.5 * median}
+
+    ours, svm = (tagging.METHODS[m].name for m in ("sampled_sequences", "structured_svm"))
+    cases = []
+    for tags, ms in ((10, 5.0), (1000, 1.0), (2000, 2.0), (4000, 4.0), (8000, 8.0)):
+        times = {ours: spread(ms), svm: spread(ms**2)}
+        ratios = {ours: spread(1.0), svm: spread(ms)}
+        cases.append({"tags": tags, "rounds": 7, "milliseconds": times, "times_ours": ratios})
+    machine = {"threads": 1, "machine": "x86_64", "instructions": "AVX512"}
+    machine |= {"packages": {"torch": "2.13.0"}}
+    return {"cases": cases, "batch": 4, "length": 32, "environment": machine}
+
+
+def test_exponents_leave_the_smallest_size_out() -> None:
+    record = step_record()
+    assert reports.step_exponent(record, "sampled_sequences").value == pytest.approx(1)
+    assert reports.step_exponent(record, "structured_svm").value == pytest.approx(2)
+    with pytest.raises(ValueError, match="at least 3"):
+        reports.step_exponent(record, "structured_svm", smallest=4000)
+
+
+def test_speedup_is_the_recorded_range() -> None:
+    found = reports.speedup(step_record(), 8000, tagging.METHODS["structured_svm"].name)
+    assert (found.value, found.low, found.high) == pytest.approx((8, 7.2, 12))
+    with pytest.raises(KeyError):
+        reports.speedup(step_record(), 8000, "perceptron")
+
+
+def test_step_table_shows_gaps() -> None:
+    record = step_record()
+    svm = tagging.METHODS["structured_svm"].name
+    del record["cases"][-1]["milliseconds"][svm]
+    table = reports.step_table(record, tags=(10, 1000, 8000))
+    assert table.columns == ("step", "|Y| = 10", "|Y| = 1,000", "|Y| = 8,000")
+    assert table.rows[1] == (svm, "25", "1", "–")
+    assert "7 interleaved runs" in table.note
+
+
+def test_structured_record_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "linear_core_structured.json").write_text(json.dumps({"gate": "green"}))
+    assert reports.structured_record(tmp_path) == {"gate": "green"}
+    with pytest.raises(FileNotFoundError, match="make bench"):
+        reports.structured_record(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="make bench"):
+        reports.tagging_record(tmp_path)
+
+
+def test_fused_table(tmp_path: Path) -> None:
+    spread = {"median": 1.5, "min": 1.25, "max": 2.0}
+    case = {"shape": [8, 4, 100], "dtype": "float32", "rounds": 7}
+    case |= {"times_ours": {"peer": spread}, "peak_megabytes": {"peer": 12.5, "ours": 3.0}}
+    machine = {"threads": 1, "instructions": "AVX512"}
+    (tmp_path / "linear_core_fused.json").write_text(json.dumps({"cases": [case]}))
+    (tmp_path / "environment.json").write_text(json.dumps(machine))
+    table = reports.fused_table(tmp_path)
+    assert table.columns == ("contender", "float32, time", "float32, MB")
+    assert table.rows == [("peer", "1.50 [1.25, 2.00]", 12.5), ("ours", "–", 3.0)]
+
+
+def test_tagging_table_and_curves() -> None:
+    curves = [
+        tagging.Curve("crf", seed, 1.0, (1, 10), (0.1, 1.0), (0.2, last))
+        for seed, last in enumerate((0.8, 0.9))
+    ]
+    table = reports.tagging_table(curves, "made up")
+    assert table.rows[0][0] == "CRF"
+    assert table.rows[0][1].startswith("85.0 [")
+    assert table.rows[0][2:] == ("1", 2)
+    fig = figures.draw_tagging([asdict(c) for c in curves], {"best from the word": 0.6}, "steps")
+    digest = show(fig, note="made up").digest
+    assert "y 20, 85" in digest
+    assert "steps" in digest
+
+
+def test_step_times_are_drawn_where_they_are_recorded() -> None:
+    record = step_record()
+    svm = tagging.METHODS["structured_svm"].name
+    for case in record["cases"][2:]:
+        del case["milliseconds"][svm]
+    digest = show(figures.draw_step_times(record["cases"]), note="made up").digest
+    assert f'"{svm}": 2 points' in digest
+
+
+def test_two_sided_and_counterexample_tables() -> None:
+    ratios = constrained_two_sided_ratio(LinearCore(), 4)
+    (row,) = reports.two_sided_table({"one-sided": ratios}, "ours").rows
+    assert row[0] == "one-sided"
+    assert float(row[1]) == pytest.approx(ratios.ratios[0], abs=1e-4)
+    assert row[-1] == "1.01"
+    found = certify_sum_counterexample(deltas=("0.04", "0.01", "0.001"))
+    last = reports.counterexample_table(found, "ours").rows[-1]
+    assert last[0] == "0.001"
+    assert float(last[2]) == pytest.approx(1000 / 81, rel=1e-3)
+    assert float(last[3]) == pytest.approx(81, rel=1e-3)
+
+
+def test_descent_table_and_figure() -> None:
+    smooth = {"Linear-Core": LinearCore()}
+    hinge = reference_surrogate("hinge")
+    found = compare_descents(smooth, hinge, sizes=(5,), seeds=range(3), n_steps=100)
+    table = reports.descent_table(found, "made up")
+    assert table.columns == ("loss and step", "exponent, d = 5", "largest gap / bound")
+    assert float(table.rows[0][-1]) <= 1
+    assert table.rows[1][-1] == "no bound"
+    assert '"Linear-Core": 100 points' in show(figures.draw_descents(found, 5), note="x").digest
+
+
+def test_theory_figures() -> None:
+    curves = regret_curves(LinearCore(), deltas=[0.001, 0.01])
+    assert "sum of margins" in show(figures.draw_regret_curves(curves)).digest
+    variances = {"uniform": {4: 5.0, 8: 13.0}}
+    assert "x 4, 8; y 5, 13" in show(figures.draw_variances(variances), note="x").digest
+    assert "log-odds κ = 2" in show(figures.draw_scaling((2,))).digest

@@ -142,8 +142,32 @@ def kernel_table(folder: Path | None = None) -> Table:
     return Table((*columns, "widest load", "widest store"), rows, note)
 
 
+def fused_table(folder: Path | None = None) -> Table:
+    """Recorded times and peak memory of the fused linear loss and its peers.
+
+    Raises:
+        FileNotFoundError: nothing is recorded there; the message names the remedy.
+    """
+    cases = _recorded("linear_core_fused.json", folder)["cases"]
+    machine = _recorded("environment.json", folder)
+    names = list(dict.fromkeys(name for case in cases for name in case["peak_megabytes"]))
+    rows = []
+    for name in names:
+        facts = ((_ratio(case, name), case["peak_megabytes"].get(name, "–")) for case in cases)
+        rows.append((name, *(entry for pair in facts for entry in pair)))
+    n, d, k = cases[0]["shape"]
+    note = (
+        f"N = {n:,}, D = {d}, K = {k:,}, forward and backward: time / time of "
+        f"fused_linear_core_loss, median [min, max] of {cases[0]['rounds']} interleaved runs on "
+        f"{machine['threads']} thread ({machine['instructions']}); peak memory above the inputs in "
+        "MB, the gradients included"
+    )
+    columns = [f"{case['dtype']}, {what}" for case in cases for what in ("time", "MB")]
+    return Table(("contender", *columns), rows, note)
+
+
 def structured_record(folder: Path | None = None) -> dict[str, Any]:
-    """What ``benchmarks/linear_core_structured.py`` recorded: ``cases``, ``curves``, ….
+    """The times of training steps that ``benchmarks/linear_core_structured.py`` recorded.
 
     Raises:
         FileNotFoundError: nothing is recorded; the message names the remedy.
@@ -152,13 +176,23 @@ def structured_record(folder: Path | None = None) -> dict[str, Any]:
     return found
 
 
-def step_exponent(record: Mapping[str, Any], method: str, smallest: int = 500) -> Estimate:
+def tagging_record(folder: Path | None = None) -> dict[str, Any]:
+    """The curves of accuracy against time that the same benchmark recorded.
+
+    Raises:
+        FileNotFoundError: nothing is recorded; the message names the remedy.
+    """
+    found: dict[str, Any] = _recorded("linear_core_tagging.json", folder)
+    return found
+
+
+def step_exponent(record: Mapping[str, Any], method: str, smallest: int = 1000) -> Estimate:
     """Exponent of a step's median seconds in the number of tags, from ``smallest`` tags on.
 
     Args:
         record: of ``structured_record``.
         method: key of ``tagging.METHODS``.
-        smallest: sizes below are left out: there the cost of calling operators dominates.
+        smallest: sizes below are left out: there calling operators costs more than their work.
 
     Raises:
         ValueError: fewer than three sizes.
@@ -187,9 +221,14 @@ def speedup(record: Mapping[str, Any], tags: int, name: str) -> Span:
     return Span(ratio["median"], ratio["min"], ratio["max"])
 
 
-def step_table(record: Mapping[str, Any]) -> Table:
-    """Recorded milliseconds of a training step by method and number of tags."""
-    cases = record["cases"]
+def step_table(record: Mapping[str, Any], tags: Sequence[int]) -> Table:
+    """Recorded milliseconds of a training step by method and number of tags.
+
+    Args:
+        record: of ``structured_record``.
+        tags: the sizes to show.
+    """
+    cases = [case for case in record["cases"] if case["tags"] in tags]
     names = dict.fromkeys(name for case in cases for name in case["milliseconds"])
     rows = []
     for name in names:

@@ -160,6 +160,19 @@ def test_full_scale_is_verified_and_wording_is_fixed(tmp_path: Path) -> None:
     assert set(claims.VERDICTS) >= {"verified", "refuted", "blocked", "planned"}
 
 
+@pytest.mark.parametrize("reduced", ["true", "false"])
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_a_verdict_on_our_own_construction_says_so(
+    tmp_path: Path, reduced: str, value: float
+) -> None:
+    said = "of our reading of the loss"
+    text = (HEAD + CLAIM).replace("reduced: true", f"reduced: {reduced}")
+    text = text.replace("    kind:", f"    construction: {said}\n    kind:", 1)
+    claim = load_claims(_chapter(tmp_path, text) / "claims.yml")["gain"]
+    _, why = judge(claim, Span.of(value), {"down": Span.of(-50.0), "up": Span.of(50.0)})
+    assert why.endswith(f"; {said}")
+
+
 # --- rule --------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,8 @@ class Claim(_Model):
     paper_value: float | None = None
     needs: str | None = None
     amended: str | None = Field(default=None, min_length=20)
+    # what the verdict is about, where the construction is ours because the paper's is unknown
+    construction: str | None = Field(default=None, min_length=10)
 
     @field_validator("accept", "refute", mode="before")
     @classmethod
@@ -460,11 +462,13 @@ def judge(claim: Claim, span: Span, controls: Mapping[str, Span]) -> tuple[str, 
     if doubt := _doubt(claim, side, controls):
         return "inconclusive", doubt
     assert claim.scale
+    of = f"; {claim.construction}" if claim.construction else ""
     if side == "refute":
-        return "refuted", "at reduced scale" if claim.scale.reduced else "at the paper's scale"
+        scale = "at reduced scale" if claim.scale.reduced else "at the paper's scale"
+        return "refuted", scale + of
     if claim.scale.reduced:
-        return "holds at reduced scale", claim.scale.book
-    return "verified", "proved or checked at the paper's scale"
+        return "holds at reduced scale", claim.scale.book + of
+    return "verified", "proved or checked at the paper's scale" + of
 
 
 def rejudge(claim: Claim, record: Mapping[str, Any]) -> tuple[str, str]:

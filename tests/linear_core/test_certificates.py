@@ -215,3 +215,23 @@ def test_descent_arguments() -> None:
         certify.descent_steps([LinearCore()], 1.0, 0)
     with pytest.raises(ArithmeticError, match="limit=3"):
         certify.descent_steps([LinearCore(1, 0.01)], 1.0, 0.01, limit=3)
+
+
+def test_huberized_hinge_is_certified_and_agrees_with_its_closed_forms() -> None:
+    assert certify.verify_huberized_hinge() == 1.0
+    loss = reference_surrogate("huberized hinge")
+    assert [loss(u) for u in (0.0, 0.5, 0.75, 2.0)] == pytest.approx([0.75, 0.25, 0.0625, 0])
+    assert [loss.derivative(u) for u in (-3.0, 0.5, 0.75, 2.0)] == pytest.approx([-1, -1, -0.5, 0])
+    for t in (0.1, 0.5, 1.0):  # 𝒯 by minimising C on a grid
+        u = np.linspace(0, 1, 100_001)
+        risk = (1 + t) / 2 * loss(u) + (1 - t) / 2 * loss(-u)
+        assert loss.calibration(t) == pytest.approx(loss(0.0) - risk.min(), abs=1e-9)
+
+
+def test_curvature_of_the_tails() -> None:
+    import sympy
+
+    v = sympy.symbols("v", nonnegative=True)
+    assert sympy.simplify(certify.tail_curvature("gamma") - v * sympy.exp(-v)) == 0
+    assert certify.tail_curvature("exponential").subs(v, 0) == 1
+    assert certify.tail_curvature("logistic").subs(v, 0) == sympy.Rational(1, 2)

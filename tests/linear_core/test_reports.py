@@ -117,7 +117,7 @@ def test_slope_histograms_are_shares() -> None:
 
 
 def step_record() -> dict:
-    """Times of 1, 2, 4, 8 ms for the sampled loss at 1000 … 8000 tags; their squares for Viterbi."""
+    """1, 2, 4, 8 ms for the sampled loss at 1000 … 8000 tags, and their squares for Viterbi."""
 
     def spread(median: float) -> dict:
         return {"median": median, "min": 0.9 * median, "max": 1.5 * median}
@@ -233,3 +233,20 @@ def test_theory_figures() -> None:
     variances = {"uniform": {4: 5.0, 8: 13.0}}
     assert "x 4, 8; y 5, 13" in show(figures.draw_variances(variances), note="x").digest
     assert "log-odds κ = 2" in show(figures.draw_scaling((2,))).digest
+
+
+def test_time_table_finds_the_first_mark() -> None:
+    runs = [
+        {"method": "crf", "lr": 1.0, "steps": [5, 20], "accuracy": [0.7, 0.84]},
+        {"method": "crf", "lr": 1.0, "steps": [5, 40], "accuracy": [0.8, 0.88]},
+        {"method": "structured_svm", "lr": 0.1, "steps": [1, 2], "accuracy": [0.1, 0.2]},
+        {"method": "structured_svm", "lr": 0.1, "steps": [1, 2], "accuracy": [0.1, 0.2]},
+    ]
+    machine = {"threads": 1, "instructions": "AVX512"}
+    record = {"seconds": [0.5, 2], "tags": 1000, "runs": runs, "environment": machine}
+    crf, svm = reports.time_table(record, target=0.8).rows
+    assert crf[0:2] == ("CRF", "75.0")
+    assert crf[2].startswith("86.0 [")
+    assert crf[3:] == ("2 s", "30", "1")
+    assert svm[3] == "not reached"
+    assert reports.time_table(record, target=0.7).rows[0][3] == "0.5 s"

@@ -14,6 +14,7 @@ from proofread.linear_core.tagging import (
     Curve,
     Tagger,
     Task,
+    at_edge,
     choose_rate,
     compare_methods,
     final_accuracies,
@@ -157,3 +158,10 @@ def test_bad_comparison_and_task():
         compare_methods(partial(DRAW, 4), seeds=(0, 1), selection_seed=1, steps=(1,))
     with pytest.raises(ValueError, match="n_tags=1"):
         Task.draw(1, seed=0)
+
+
+def test_rates_at_the_edge_are_named():
+    low, inner = METHODS["crf"].rates[0], METHODS["structured_svm"].rates[1]
+    curves = [Curve("crf", 0, low, (1,), (1.0,), (0.5,))]
+    curves += [Curve("structured_svm", 0, inner, (1,), (1.0,), (0.5,))]
+    assert at_edge(curves) == [f"CRF ({low:g})"]

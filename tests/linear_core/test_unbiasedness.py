@@ -11,6 +11,7 @@ from proofread.linear_core import LinearCore
 from proofread.linear_core.unbiasedness import (
     HINGE_SCALE,
     Chain,
+    least_distance,
     sampled_mean_bias,
     sampling_bias,
     tail_share,
@@ -56,3 +57,12 @@ def test_exact_gradient_against_a_plain_sum() -> None:
 def test_bad_chain() -> None:
     with pytest.raises(ValueError, match="n_tags"):
         Chain.random(2, 1, seed=0)
+
+
+def test_no_margin_lies_near_the_hinge_s_kink():
+    hinge = LinearCore(scale=HINGE_SCALE)
+    assert least_distance(hinge) > 1e5 * HINGE_SCALE
+    one = least_distance(hinge, length=1, n_tags=2, n_chains=1)  # margins ±d/2 of two scores
+    e = Chain.random(1, 2, seed=0).emissions[0, 0]
+    half = float((e[0] - e[1]).abs() / 2)
+    assert one == pytest.approx(abs(1 - half))

@@ -25,6 +25,21 @@ def stitch_jumps(tail: str) -> tuple[Any, Any, Any]:
     return zeroth, first, second
 
 
+def tail_curvature(tail: str) -> Any:
+    """``φ''(v)`` of a tail as a sympy expression in ``v ≥ 0``, verified to be nowhere negative.
+
+    Raises:
+        ArithmeticError: it could not be verified.
+    """
+    import sympy
+
+    v = sympy.symbols("v", nonnegative=True)
+    curvature = sympy.simplify(-sympy.diff(TAILS[tail].slope(v, sympy), v))
+    if not curvature.is_nonnegative:
+        raise ArithmeticError(f"{tail} tail: could not verify that {curvature} is not negative")
+    return curvature
+
+
 def largest_jump_c1() -> Any:
     """The largest jump of Φ or Φ′ at the stitch over all tails, for symbolic τ and s."""
     import sympy
@@ -74,6 +89,37 @@ def logistic_slope_deviation() -> Any:
     from flint import arb
 
     return 1 / (1 + (-arb(1)).exp())
+
+
+def verify_huberized_hinge() -> float:
+    """The certified least ``𝒯(t)/(τ·t)`` of the huberized hinge, ``τ = 1 - δ``: 1, for 0 < δ < 1.
+
+    The loss of Wang, Zhu and Zou (Bioinformatics 2008): ``1 - u - δ/2`` up to ``τ``,
+    ``(1-u)²/(2δ)`` up to 1, then 0. Sympy verifies that value and slope agree at both stitches, and
+    with ``r`` the height above the line on ``[τ, 1]`` that the gain ``t·u - (1+t)·r(u)/2``, which
+    is concave, is stationary at ``u* = τ + 2δt/(1+t) ≤ 1`` with value ``τ·t + δ·t²/(1+t)``.
+
+    Raises:
+        ArithmeticError: a statement that could not be verified.
+    """
+    import sympy
+
+    u, t, delta = sympy.symbols("u t delta", positive=True)
+    core = 1 - delta
+    line, bend = 1 - u - delta / 2, (1 - u) ** 2 / (2 * delta)
+    gain = t * u - (1 + t) * (bend - line) / 2
+    best = core + 2 * delta * t / (1 + t)
+    zeros = [
+        *(sympy.diff(line - bend, u, k).subs(u, core) for k in (0, 1)),
+        *(sympy.diff(bend, u, k).subs(u, 1) for k in (0, 1)),
+        sympy.diff(gain, u).subs(u, best),
+        gain.subs(u, best) - core * t - delta * t**2 / (1 + t),
+        1 - best - delta * (1 - t) / (1 + t),  # so u* ≤ 1
+    ]
+    concave = sympy.diff(gain, u, 2).is_negative
+    if not concave or any(sympy.simplify(zero) != 0 for zero in zeros):
+        raise ArithmeticError("could not verify the huberized hinge's calibration")
+    return 1.0
 
 
 def calibration_exponent(surrogate: Surrogate, smallest: float, largest: float) -> Estimate:

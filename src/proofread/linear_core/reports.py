@@ -244,6 +244,34 @@ def step_table(record: Mapping[str, Any], tags: Sequence[int]) -> Table:
     return Table(("step", *(f"|Y| = {case['tags']:,}" for case in cases)), rows, note)
 
 
+def time_table(record: Mapping[str, Any], target: float) -> Table:
+    """Accuracy at the first and last mark of time, and the first mark with at least ``target``.
+
+    Args:
+        record: of ``tagging_record``.
+        target: mean accuracy over the seeds, in [0, 1].
+    """
+    marks = record["seconds"]
+    rows = []
+    for method in dict.fromkeys(run["method"] for run in record["runs"]):
+        runs = [run for run in record["runs"] if run["method"] == method]
+        mean = np.mean([run["accuracy"] for run in runs], 0)
+        reached = [f"{mark:g} s" for mark, a in zip(marks, mean, strict=True) if a >= target]
+        steps = np.mean([run["steps"][-1] for run in runs])
+        last = mean_interval([100 * run["accuracy"][-1] for run in runs])
+        final = f"{last.value:.1f} [{last.low:.1f}, {last.high:.1f}]"
+        cells = (f"{100 * mean[0]:.1f}", final, reached[0] if reached else "not reached")
+        rows.append((METHODS[method].name, *cells, f"{steps:,.0f}", f"{runs[0]['lr']:g}"))
+    columns = (f"tags right % after {marks[0]:g} s", f"after {marks[-1]:g} s")
+    columns = ("method", *columns, f"{100 * target:g} % after", "steps", "learning rate")
+    machine = record["environment"]
+    note = (
+        f"recorded; means over {len(runs)} synthetic languages with {record['tags']:,} tags, "
+        f"stand-in for the Penn Treebank; {machine['threads']} thread ({machine['instructions']})"
+    )
+    return Table(columns, rows, note)
+
+
 def tagging_table(curves: Sequence[Curve], note: str) -> Table:
     """Final test accuracy of each method in percent, with its 95 % interval over the seeds."""
     rates = {curve.method: curve.lr for curve in curves}

@@ -640,10 +640,12 @@ def reference_surrogate(name: str) -> ReferenceSurrogate:
     ``"logistic"``            ``log(1+e^(-u))``           ``t²/2 + O(t⁴)``       square root
     ``"squared hinge"``       ``max(0, 1-u)²``            ``t²``                 square root
     ``"smoothed hinge"``      hinge rounded on [0, 1]     ``t²/(1+t)``           square root
+    ``"huberized hinge"``     hinge rounded on [1/2, 1]   ``t/2 + t²/(2+2t)``    linear
     ========================  ==========================  =====================  ==============
 
     The logistic loss is in nats: divide by log 2 for the version that is 1 at 0. The smoothed hinge
-    is Rennie's: ``1/2 - u`` up to 0, ``(1-u)²/2`` on [0, 1], then 0.
+    is Rennie's: ``1/2 - u`` up to 0, ``(1-u)²/2`` on [0, 1], then 0. The huberized hinge of Wang,
+    Zhu and Zou (2008) is ``1 - u - δ/2`` up to ``1 - δ``, ``(1-u)²/(2δ)`` up to 1, then 0; δ = 1/2.
 
     Raises:
         ValueError: an unknown name.
@@ -666,6 +668,11 @@ def reference_surrogate(name: str) -> ReferenceSurrogate:
         "smoothed hinge": ReferenceSurrogate(
             "smoothed hinge", math.inf, 1.0,
             _smoothed_hinge, lambda u: -np.clip(1 - u, 0, 1), lambda t: t**2 / (1 + t),
+        ),
+        "huberized hinge": ReferenceSurrogate(
+            "huberized hinge", 2.0, 2.0,
+            lambda u: np.where(u <= 0.5, 0.75 - u, np.maximum(1 - u, 0) ** 2),
+            lambda u: -np.clip(2 - 2 * u, 0, 1), lambda t: t / 2 + t**2 / (2 + 2 * t),
         ),
     }  # fmt: skip
     if name not in table:

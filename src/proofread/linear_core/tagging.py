@@ -403,6 +403,16 @@ def final_accuracies(curves: Iterable[Curve]) -> dict[str, np.ndarray]:
     return {method: np.array(values) for method, values in found.items()}
 
 
+def at_edge(curves: Iterable[Curve]) -> list[str]:
+    """Methods whose learning rate was the smallest or largest of its grid: a grid too narrow."""
+    chosen = {curve.method: curve.lr for curve in curves}
+    return [
+        f"{METHODS[method].name} ({lr:g})"
+        for method, lr in chosen.items()
+        if lr in (min(METHODS[method].rates), max(METHODS[method].rates))
+    ]
+
+
 def _progress(total: int) -> Any:
     from tqdm import tqdm
 

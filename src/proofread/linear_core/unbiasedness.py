@@ -137,13 +137,27 @@ def sampled_mean_bias(
     )
 
 
-def tail_share(surrogate: LinearCore, *, length: int = 3, n_tags: int = 4, seed: int = 0) -> float:
-    """Share of sequences of a random chain whose term lies on the tail: 0 would test nothing."""
+def _margins(length: int, n_tags: int, seed: int) -> Tensor:
+    """The arguments ``-h̃`` of Φ over all sequences of a random chain: ``[K^T]``."""
     chain = Chain.random(length, n_tags, seed)
     sequences = enumerate_sequences(length, n_tags)
     scores = chain.emissions[0, torch.arange(length), sequences].sum(1)
     scores = scores + chain.transitions[sequences[:, :-1], sequences[:, 1:]].sum(1)
-    return float((scores.mean() - scores > surrogate.core).double().mean())
+    return scores.mean() - scores
+
+
+def tail_share(surrogate: LinearCore, *, length: int = 3, n_tags: int = 4, seed: int = 0) -> float:
+    """Share of sequences of a random chain whose term lies on the tail: 0 would test nothing."""
+    return float((_margins(length, n_tags, seed) > surrogate.core).double().mean())
+
+
+def least_distance(
+    surrogate: LinearCore, *, length: int = 3, n_tags: int = 4, n_chains: int = 5
+) -> float:
+    """Least ``|margin - τ|`` over all sequences of the chains of ``sampling_bias``: far more than
+    ``HINGE_SCALE``, so that there the tail is flat to the last digit."""
+    margins = torch.cat([_margins(length, n_tags, seed) for seed in range(n_chains)])
+    return float((margins - surrogate.core).abs().min())
 
 
 def relative_variances(

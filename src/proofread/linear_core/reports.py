@@ -262,8 +262,10 @@ def time_table(record: Mapping[str, Any], target: float) -> Table:
         final = f"{last.value:.1f} [{last.low:.1f}, {last.high:.1f}]"
         cells = (f"{100 * mean[0]:.1f}", final, reached[0] if reached else "not reached")
         rows.append((METHODS[method].name, *cells, f"{steps:,.0f}", f"{runs[0]['lr']:g}"))
-    columns = (f"tags right % after {marks[0]:g} s", f"after {marks[-1]:g} s")
-    columns = ("method", *columns, f"{100 * target:g} % after", "steps", "learning rate")
+    first, last_mark = (f"{mark:g} s" for mark in (marks[0], marks[-1]))
+    reach = f"{100 * target:g} % after"
+    shares = f"tags right % after {first}", f"after {last_mark}"
+    columns = ("method", *shares, reach, "steps", "learning rate")
     machine = record["environment"]
     note = (
         f"recorded; means over {len(runs)} synthetic languages with {record['tags']:,} tags, "

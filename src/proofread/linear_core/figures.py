@@ -12,7 +12,7 @@ from .certificates import Regrets, Surrogate, descent_steps
 from .multiclass import RegretCurves
 from .optimization import Descent
 from .surrogates import LinearCore
-from .tagging import METHODS
+from .tagging import METHODS, contenders
 from .training import LOSSES, Comparison
 
 if TYPE_CHECKING:
@@ -165,9 +165,8 @@ def draw_step_times(cases: Sequence[Mapping[str, Any]]) -> Figure:
     """Recorded milliseconds of a training step against the number of tags, a line a method."""
     from ..plotting import figure
 
-    names = dict.fromkeys(name for case in cases for name in case["milliseconds"])
     fig, axes = figure(height=3.6)
-    for name in names:
+    for name in contenders(cases):
         found = [(c["tags"], c["milliseconds"][name]) for c in cases if name in c["milliseconds"]]
         axes.loglog([k for k, _ in found], [ms["median"] for _, ms in found], label=name)
     axes.set(xlabel="number of tags |Y|", ylabel="milliseconds a training step")
@@ -189,8 +188,10 @@ def draw_tagging(
         axes.semilogx(at, 100 * accuracy, label=METHODS[method].name)
     for name, accuracy in references.items():
         axes.axhline(100 * accuracy, color="0.4", linestyle=":", marker="")
-        place = {"ha": "right", "va": "bottom", "transform": axes.get_yaxis_transform()}
-        axes.text(0.99, 100 * accuracy, name, fontsize="small", **place)
+        place = {"ha": "left", "va": "bottom", "transform": axes.get_yaxis_transform()}
+        axes.text(0.01, 100 * accuracy, name, fontsize="small", **place)
+    axes.set_xticks(at, [f"{round(mark, 1):g}" for mark in at])
+    axes.minorticks_off()
     label = {"steps": "steps", "seconds": "seconds of training, one thread"}[by]
     axes.set(xlabel=label, ylabel="tags right on test sentences (%)")
     fig.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)

@@ -15,7 +15,7 @@ from ..stats import Estimate, fit_exponent, mean_interval, paired_difference
 from ..tables import Table
 from .multiclass import SumCounterexample, TwoSidedRatios
 from .optimization import Descent
-from .tagging import METHODS, Curve, final_accuracies
+from .tagging import METHODS, Curve, contenders, final_accuracies
 from .training import LOSSES, Comparison
 
 
@@ -151,6 +151,7 @@ def fused_table(folder: Path | None = None) -> Table:
     cases = _recorded("linear_core_fused.json", folder)["cases"]
     machine = _recorded("environment.json", folder)
     names = list(dict.fromkeys(name for case in cases for name in case["peak_megabytes"]))
+    names.sort(key=lambda name: "fused" not in name)  # ours first, otherwise as recorded
     rows = []
     for name in names:
         facts = ((_ratio(case, name), case["peak_megabytes"].get(name, "–")) for case in cases)
@@ -229,9 +230,8 @@ def step_table(record: Mapping[str, Any], tags: Sequence[int]) -> Table:
         tags: the sizes to show.
     """
     cases = [case for case in record["cases"] if case["tags"] in tags]
-    names = dict.fromkeys(name for case in cases for name in case["milliseconds"])
     rows = []
-    for name in names:
+    for name in contenders(cases):
         times = [case["milliseconds"].get(name) for case in cases]
         rows.append((name, *(f"{ms['median']:.3g}" if ms else "–" for ms in times)))
     machine = record["environment"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -401,6 +401,13 @@ def final_accuracies(curves: Iterable[Curve]) -> dict[str, np.ndarray]:
     for curve in curves:
         found.setdefault(curve.method, []).append(curve.accuracy[-1])
     return {method: np.array(values) for method, values in found.items()}
+
+
+def contenders(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names in recorded times of steps: the methods in their order, then the others."""
+    recorded = {name for case in cases for name in case["milliseconds"]}
+    known = [method.name for method in METHODS.values() if method.name in recorded]
+    return known + sorted(recorded - set(known))
 
 
 def at_edge(curves: Iterable[Curve]) -> list[str]:

@@ -254,10 +254,9 @@ def verify_swap_inequality(tail: str) -> tuple[str, ...]:
 class Attack(NamedTuple):
     """The worst case an attack found.
 
-    Attributes:
-        ratio: what the attack tried to push past the theorem's bound.
-        p: the law at which, ``[K]``.
-        predicted: the class predicted there.
+    * ``ratio``: what the attack tried to push past the theorem's bound.
+    * ``p``: the law at which, ``[K]``.
+    * ``predicted``: the class predicted there.
     """
 
     ratio: float
@@ -421,10 +420,9 @@ def _responses(ratio: Floats, surrogate: Surrogate) -> Floats:
 class TwoSidedRatios(NamedTuple):
     """Least constrained regrets over 0-1 regrets as the best two classes approach a tie.
 
-    Attributes:
-        deltas: the 0-1 regrets ``δ``, ``[n]``.
-        ratios: least regret divided by ``δ``, ``[n]``; bounded below iff the bound is linear.
-        exponent: fitted exponent of the regret in ``δ``: 1 for a linear bound, 2 for a quadratic.
+    * ``deltas``: the 0-1 regrets ``δ``, ``[n]``.
+    * ``ratios``: least regret divided by ``δ``, ``[n]``; bounded below iff the bound is linear.
+    * ``exponent``: fitted exponent of the regret in ``δ``: 1 for a linear bound, 2 for a quadratic.
     """
 
     deltas: Floats
@@ -571,9 +569,8 @@ def _backtrack(
 class SumGap(NamedTuple):
     """The sum form's gap near a tie, in sympy.
 
-    Attributes:
-        gap: the exact gap in ``a``, ``δ`` and ``s`` (symbols ``a``, ``delta``, ``s``).
-        coefficient: its coefficient of ``δ²``; lower powers vanish.
+    * ``gap``: the exact gap in ``a``, ``δ`` and ``s`` (symbols ``a``, ``delta``, ``s``).
+    * ``coefficient``: its coefficient of ``δ²``; lower powers vanish.
     """
 
     gap: Any
@@ -753,12 +750,11 @@ def _inverse_ball(tail: str, ratio: Any) -> Any:
 class SumCounterexample(NamedTuple):
     """Rigorous evidence that the sum form has no linear bound.
 
-    Attributes:
-        deltas: 0-1 regrets ``δ``, ``[n]``.
-        regrets: rigorous upper bounds of the least surrogate regret with that 0-1 regret, ``[n]``.
-        ratios: rigorous lower bounds of 0-1 regret over surrogate regret, ``[n]``.
-        ceiling: rigorous upper bound of ``gap/δ²`` at the largest ``δ``.
-        exponent: fitted exponent of the regret in ``δ``.
+    * ``deltas``: 0-1 regrets ``δ``, ``[n]``.
+    * ``regrets``: rigorous upper bounds of the least surrogate regret with that 0-1 regret, ``[n]``.
+    * ``ratios``: rigorous lower bounds of 0-1 regret over surrogate regret, ``[n]``.
+    * ``ceiling``: rigorous upper bound of ``gap/δ²`` at the largest ``δ``.
+    * ``exponent``: fitted exponent of the regret in ``δ``.
     """
 
     deltas: Floats
@@ -871,10 +867,9 @@ def attack_sum(
 class BoundedMargins(NamedTuple):
     """Exact optimum of the sum form when no margin may exceed the core.
 
-    Attributes:
-        coefficients: ``K·p_i - 1``: the risk is ``(K-1)·Φ(0) - Σ_i h_i·(K·p_i - 1)``.
-        optima: every optimal vertex, scores in units of ``τ`` with least score 0.
-        zero_one_regret: the largest 0-1 regret among classes that an optimum puts on top.
+    * ``coefficients``: ``K·p_i - 1``: the risk is ``(K-1)·Φ(0) - Σ_i h_i·(K·p_i - 1)``.
+    * ``optima``: every optimal vertex, scores in units of ``τ`` with least score 0.
+    * ``zero_one_regret``: the largest 0-1 regret among classes that an optimum puts on top.
     """
 
     coefficients: tuple[Fraction, ...]

@@ -751,7 +751,8 @@ class SumCounterexample(NamedTuple):
     """Rigorous evidence that the sum form has no linear bound.
 
     * ``deltas``: 0-1 regrets ``δ``, ``[n]``.
-    * ``regrets``: rigorous upper bounds of the least surrogate regret with that 0-1 regret, ``[n]``.
+    * ``regrets``: rigorous upper bounds of the least surrogate regret with that 0-1 regret,
+      ``[n]``.
     * ``ratios``: rigorous lower bounds of 0-1 regret over surrogate regret, ``[n]``.
     * ``ceiling``: rigorous upper bound of ``gap/δ²`` at the largest ``δ``.
     * ``exponent``: fitted exponent of the regret in ``δ``.

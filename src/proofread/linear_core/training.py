@@ -180,7 +180,7 @@ class Recipe:
     epochs: int = 8
     batch_size: int = 100
     momentum: float = 0.9
-    lr_grid: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    lr_grid: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("hidden", "batch_size"):

@@ -461,3 +461,16 @@ def test_a_scale_below_the_dtype_is_the_hinge(tail, convert):
     margins = margins.float() if isinstance(margins, torch.Tensor) else margins.astype(np.float32)
     assert phi(margins).tolist() == pytest.approx([0.5, 0, 0], abs=1e-30)
     assert phi.derivative(margins).tolist() == pytest.approx([-1, -1, 0])
+
+
+@pytest.mark.parametrize(("tail", "core", "scale"), SETTINGS)
+def test_the_binary_constant_is_one_over_core_to_nine_digits(tail, core, scale):
+    """``t/𝒯(t)`` rises to 1/τ as t → 0 (the gamma tail's like √t), here by 600-bit balls."""
+    bits, ctx.prec = ctx.prec, 600
+    try:
+        t = arb(10) ** -24
+        needed = t / LinearCore(core, scale, tail).calibration_ball(t)
+        assert needed < 1 / arb(core)  # approached, not attained
+        assert float(needed) == pytest.approx(1 / core, rel=1e-9)
+    finally:
+        ctx.prec = bits

@@ -233,7 +233,7 @@ def step_table(record: Mapping[str, Any], tags: Sequence[int]) -> Table:
     rows = []
     for name in contenders(cases):
         times = [case["milliseconds"].get(name) for case in cases]
-        rows.append((name, *(f"{ms['median']:.3g}" if ms else "–" for ms in times)))
+        rows.append((name, *(_milliseconds(ms["median"]) if ms else "–" for ms in times)))
     machine = record["environment"]
     note = (
         f"milliseconds, median of {cases[0]['rounds']} interleaved runs; {record['batch']} "
@@ -242,6 +242,10 @@ def step_table(record: Mapping[str, Any], tags: Sequence[int]) -> Table:
         f"({machine['instructions']}), torch {machine['packages']['torch']}"
     )
     return Table(("step", *(f"|Y| = {case['tags']:,}" for case in cases)), rows, note)
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
 
 
 def time_table(record: Mapping[str, Any], target: float) -> Table:

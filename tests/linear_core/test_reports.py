@@ -164,7 +164,7 @@ def test_structured_record_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make bench"):
         reports.structured_record(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="make bench"):
-        reports.tagging_record(tmp_path)
+        reports.tagging_record(1000, tmp_path)
 
 
 def test_fused_table(tmp_path: Path) -> None:

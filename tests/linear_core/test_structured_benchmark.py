@@ -28,8 +28,10 @@ def test_quick_run_records_steps_curves_and_machine(benchmark, tmp_path: Path, c
         assert set(case["milliseconds"]) == set(case["times_ours"]) == names
         assert all(0 < ms["min"] <= ms["median"] for ms in case["milliseconds"].values())
         assert case["times_ours"][METHODS["sampled_sequences"].name]["median"] == 1
-    curves = reports.tagging_record(tmp_path)
+    curves, larger = (reports.tagging_record(tags, tmp_path) for tags in (20, 30))
     assert {run["method"] for run in curves["runs"]} == set(METHODS)
+    rates = [{run["method"]: run["lr"] for run in each["runs"]} for each in (curves, larger)]
+    assert rates[0] == rates[1]
     assert set(curves["references"]) == {"best from the word alone", "true model"}
     assert str(Path.home()) not in json.dumps([record, curves])
     assert reports.step_table(record, tags=(4, 10)).rows

@@ -165,3 +165,16 @@ def test_rates_at_the_edge_are_named():
     curves = [Curve("crf", 0, low, (1,), (1.0,), (0.5,))]
     curves += [Curve("structured_svm", 0, inner, (1,), (1.0,), (0.5,))]
     assert at_edge(curves) == [f"CRF ({low:g})"]
+
+
+def test_given_rates_replace_the_choice():
+    seen = []
+
+    def task(seed: int) -> Task:
+        seen.append(seed)
+        return DRAW(4, seed)
+
+    (curve,) = compare_methods(task, methods=["crf"], seeds=(3,), rates={"crf": 0.7}, steps=(1,))
+    assert (seen, curve.lr) == ([3], 0.7)
+    with pytest.raises(ValueError, match="learning rate for structured_svm"):
+        compare_methods(task, methods=["structured_svm"], seeds=(3,), rates={"crf": 1}, steps=(1,))

@@ -177,13 +177,13 @@ def structured_record(folder: Path | None = None) -> dict[str, Any]:
     return found
 
 
-def tagging_record(folder: Path | None = None) -> dict[str, Any]:
-    """The curves of accuracy against time that the same benchmark recorded.
+def tagging_record(tags: int, folder: Path | None = None) -> dict[str, Any]:
+    """The curves of accuracy against time with so many tags that the same benchmark recorded.
 
     Raises:
         FileNotFoundError: nothing is recorded; the message names the remedy.
     """
-    found: dict[str, Any] = _recorded("linear_core_tagging.json", folder)
+    found: dict[str, Any] = _recorded(f"linear_core_tagging_{tags}.json", folder)
     return found
 
 

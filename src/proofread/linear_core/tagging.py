@@ -359,28 +359,37 @@ def compare_methods(
     methods: Iterable[str] = METHODS,
     seeds: Sequence[int] = range(5),
     selection_seed: int = 1000,
+    rates: Mapping[str, float] | None = None,
     **options: Any,
 ) -> list[Curve]:
-    """Curves of each method on one task a seed, each with its own chosen learning rate.
+    """Curves of each method on one task a seed, each with its own learning rate.
 
     Args:
         task: the task of a seed, for instance ``lambda seed: Task.draw(100, seed)``.
         methods: keys of ``METHODS``.
         seeds: of tasks, batches and samples.
         selection_seed: of the task on which the learning rates are chosen.
+        rates: learning rates by method, in place of the choice.
         options: of ``train``: checkpoints, batch size, dtype.
 
     Raises:
-        ValueError: repeated seeds, the selection seed among them, and as ``train``.
+        ValueError: repeated seeds, the selection seed among them, a method without a rate, and as
+            ``train``.
     """
     if not seeds or len(set(seeds)) != len(seeds) or selection_seed in seeds:
         raise ValueError("seeds must be distinct, at least one, and not hold the selection seed")
-    methods, trial = list(methods), task(selection_seed)
+    methods = list(methods)
+    if rates is not None and (missing := sorted(set(methods) - set(rates))):
+        raise ValueError(f"rates must give a learning rate for {', '.join(missing)}")
+    trial = task(selection_seed) if rates is None else None
     tasks = {seed: task(seed) for seed in seeds}
     curves = []
     with _progress(len(methods) * (1 + len(seeds))) as bar:
         for method in methods:
-            lr = choose_rate(trial, method, seed=selection_seed, **options)
+            if trial is not None:
+                lr = choose_rate(trial, method, seed=selection_seed, **options)
+            else:
+                lr = (rates or {})[method]
             bar.update()
             for seed, given in tasks.items():
                 curves.append(train(given, method, lr=lr, seed=seed, **options))

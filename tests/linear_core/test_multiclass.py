@@ -509,3 +509,40 @@ def test_batches_and_layouts():
     assert mc.least_regret(p, np.array([[0, 1], [2, 1]]), phi).shape == (2, 2)
     assert mc.constrained_optimum(np.empty((0, 3)), phi).shape == (0,)
     assert mc.constrained_risk(p, np.zeros(3), phi).shape == (2, 2)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("predicted", [None, 2])
+def test_sum_optimum_with_a_tail_that_is_nearly_a_kink(scale: float, predicted: int | None) -> None:
+    """As s → 0 the risk tends to the hinge's, from above by at most s for each of its terms: an
+    independent bracket, by linear programming over the hinge's epigraph."""
+    from scipy.optimize import linprog
+
+    law, k = np.array([0.3, 0.25, 0.2, 0.15, 0.1]), 5
+    pairs = [(i, j) for i in range(k) for j in range(k) if i != j]
+    cost = np.concatenate([np.zeros(k), [law[i] for i, _ in pairs]])
+    rows = np.zeros((len(pairs), k + len(pairs)))
+    for n, (i, j) in enumerate(pairs):  # slack ≥ 1 - (h_i - h_j)
+        rows[n, [i, j, k + n]] = -1, 1, -1
+    least = [-np.ones(len(pairs))]
+    if predicted is not None:  # h_j ≤ h_predicted
+        order = np.zeros((k, k + len(pairs)))
+        order[np.arange(k), np.arange(k)] = 1
+        order[:, predicted] -= 1
+        rows, least = np.vstack([rows, order]), [*least, np.zeros(k)]
+    bounds = [(None, None)] * k + [(0, None)] * len(pairs)
+    hinge = linprog(cost, rows, np.concatenate(least), bounds=bounds).fun
+    found = mc.sum_optimum(law, LinearCore(1.0, scale), predicted)
+    assert hinge - 1e-9 <= found <= hinge + scale * (k - 1)
+
+
+def test_scores_of_another_length_are_refused() -> None:
+    for risk in (mc.sum_risk, mc.constrained_risk, mc.constrained_regret):
+        for h in ([2.0], 1.0, [1.0, 2.0]):
+            with pytest.raises(ValueError, match="K = 3 scores"):
+                risk([0.5, 0.3, 0.2], h, LinearCore())
+
+
+def test_a_fractional_class_is_refused() -> None:
+    with pytest.raises(TypeError, match="integer class"):
+        mc.least_regret([0.5, 0.3, 0.2], 1.9, LinearCore())

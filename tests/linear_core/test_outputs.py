@@ -99,3 +99,14 @@ def test_sum_form_is_quadratic_for_sequences_too() -> None:
 def test_bad_input(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_outputs_out_of_range_are_refused() -> None:
+    law, losses = [0.4, 0.3, 0.2, 0.1], hamming_losses(2, 2)
+    for k in (-1, 4):
+        with pytest.raises(IndexError, match="predicted"):
+            sum_form_ratio(law, losses, k, LinearCore())
+        with pytest.raises(IndexError, match="predicted"):
+            constrained_ratio(law, losses, k, LinearCore())
+    with pytest.raises(TypeError, match="integer"):
+        constrained_ratio(law, losses, 2.9, LinearCore())

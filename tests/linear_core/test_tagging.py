@@ -146,6 +146,10 @@ def test_final_accuracies_keep_the_order_of_seeds():
         ({"method": "crf", "steps": (1,), "seconds": (1.0,)}, "either steps or seconds"),
         ({"method": "crf", "steps": (3, 3)}, "increase"),
         ({"method": "crf", "steps": (0, 3)}, "positive"),
+        ({"method": "crf", "seconds": (float("nan"),)}, "finite"),
+        ({"method": "crf", "steps": (2.5, 3)}, "whole"),
+        ({"method": "crf", "steps": (3,), "batch_size": 0}, "batch_size=0"),
+        ({"method": "crf", "steps": (3,), "batch_size": 2.5}, "batch_size=2.5"),
     ],
 )
 def test_bad_training(options, message):
@@ -153,11 +157,26 @@ def test_bad_training(options, message):
         train(tiny(), lr=1.0, seed=0, **options)
 
 
+@pytest.mark.parametrize("lr", [0, -1.0, float("nan"), float("inf")])
+def test_bad_learning_rate(lr):
+    with pytest.raises(ValueError, match="lr="):
+        train(tiny(), "crf", lr=lr, seed=0, steps=(1,))
+
+
+def test_checkpoints_are_sequences():
+    with pytest.raises(TypeError, match="sequences of checkpoints"):
+        train(tiny(), "crf", lr=1.0, seed=0, steps=5)
+
+
 def test_bad_comparison_and_task():
     with pytest.raises(ValueError, match="selection seed"):
         compare_methods(partial(DRAW, 4), seeds=(0, 1), selection_seed=1, steps=(1,))
     with pytest.raises(ValueError, match="n_tags=1"):
         Task.draw(1, seed=0)
+    with pytest.raises(ValueError, match="n_train=0"):
+        Task.draw(4, seed=0, n_train=0)
+    with pytest.raises(ValueError, match="methods must be among"):
+        compare_methods(partial(DRAW, 4), methods="perceptron", steps=(1,))
 
 
 def test_rates_at_the_edge_are_named():

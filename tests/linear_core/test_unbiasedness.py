@@ -66,3 +66,8 @@ def test_no_margin_lies_near_the_hinge_s_kink():
     e = Chain.random(1, 2, seed=0).emissions[0, 0]
     half = float((e[0] - e[1]).abs() / 2)
     assert one == pytest.approx(abs(1 - half))
+
+
+def test_no_chain_is_no_test():
+    with pytest.raises(ValueError, match="n_chains=0"):
+        sampling_bias(LinearCore(), n_chains=0)

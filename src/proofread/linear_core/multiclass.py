@@ -93,8 +93,10 @@ def _law(p: ArrayLike) -> Floats:
     return law
 
 
-def _scores(h: ArrayLike) -> Floats:
+def _scores(h: ArrayLike, law: Floats) -> Floats:
     scores = np.asarray(h, dtype=np.float64)
+    if scores.ndim == 0 or scores.shape[-1] != law.shape[-1]:
+        raise ValueError(f"h must hold K = {law.shape[-1]} scores, got shape {scores.shape}")
     if not np.isfinite(scores).all():
         raise ValueError("h must be finite: the mean of infinite scores is undefined")
     return scores
@@ -126,9 +128,10 @@ def constrained_risk(p: ArrayLike, h: ArrayLike, surrogate: Surrogate) -> Floats
     Raises:
         ValueError: ``p`` is no law, or ``h`` is not finite.
     """
-    scores = _scores(h)
+    law = _law(p)
+    scores = _scores(h, law)
     centred = scores - scores.mean(-1, keepdims=True)
-    return np.asarray(((1 - _law(p)) * surrogate(-centred)).sum(-1))
+    return np.asarray(((1 - law) * surrogate(-centred)).sum(-1))
 
 
 def constrained_optimum(p: ArrayLike, surrogate: LinearCore) -> Floats:
@@ -198,10 +201,18 @@ def least_regret(p: ArrayLike, predicted: ArrayLike, surrogate: LinearCore) -> F
     )
 
 
+def _classes(predicted: ArrayLike) -> NDArray[np.intp]:
+    """Class indices as integers; a fraction is refused rather than cut."""
+    given = np.asarray(predicted)
+    if not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"predicted must hold integer class indices, got {given.dtype}")
+    return given.astype(np.intp)
+
+
 def _pool(q: Floats, predicted: ArrayLike) -> Floats:
     """The costs when class ``predicted`` must score highest: ``[..., K]``."""
     shape = q.shape[:-1]
-    k = np.broadcast_to(np.asarray(predicted, dtype=np.intp), shape)[..., None]
+    k = np.broadcast_to(_classes(predicted), shape)[..., None]
     if not np.all((k >= 0) & (k < q.shape[-1])):
         raise IndexError(f"predicted must lie in 0 … {q.shape[-1] - 1}")
     own = np.take_along_axis(q, k, -1)
@@ -476,7 +487,8 @@ def _tie_cost(delta: float, n_classes: int, surrogate: Surrogate) -> float:
 
 def sum_risk(p: ArrayLike, h: ArrayLike, surrogate: Surrogate) -> Floats:
     """``Σ_{i≠j} p_i·Φ(h_i - h_j)``: the conditional risk of the sum form (arguments as above)."""
-    law, scores = _law(p), _scores(h)
+    law = _law(p)
+    scores = _scores(h, law)
     margins = scores[..., :, None] - scores[..., None, :]  # [..., i, j]
     values = surrogate(margins) * (1 - np.eye(scores.shape[-1]))
     return np.asarray((law * values.sum(-1)).sum(-1))
@@ -500,6 +512,7 @@ def sum_optimum(p: ArrayLike, surrogate: LinearCore, predicted: int | None = Non
     Raises:
         ValueError: ``p`` is no law, or has a zero.
         IndexError: ``predicted`` outside 0 … K-1.
+        ArithmeticError: no minimum was found (a scale below about 1e-6 of the core).
     """
     law = _law(p)
     if law.ndim != 1 or law.min() <= 0:
@@ -536,8 +549,31 @@ def _sum_bends(law: Floats, d: Floats, top: int, surrogate: LinearCore) -> Float
 
 
 def _newton(law: Floats, top: int, low: float, surrogate: LinearCore) -> Floats:
-    """Minimiser of the convex risk over ``d ≥ low``: projected, regularised Newton steps."""
+    """Minimiser of the convex risk over ``d ≥ low``, by continuation.
+
+    A short tail is nearly a kink, so it is reached by halving the scale of a longer one.
+
+    Raises:
+        ArithmeticError: the projected gradient did not become small.
+    """
     d = np.full(law.size - 1, surrogate.core)
+    halvings = max(0, math.ceil(math.log2(0.1 * surrogate.core / surrogate.scale)))
+    for k in range(halvings, -1, -1):
+        wider = LinearCore(surrogate.core, surrogate.scale * 2**k, surrogate.tail)
+        d, size = _newton_steps(law, top, low, wider, d)
+    if size > 1e-9:
+        raise ArithmeticError(
+            f"sum-form risk not minimised (gradient {size:.1e}): scale={surrogate.scale} is too "
+            f"small beside core={surrogate.core}"
+        )
+    return d
+
+
+def _newton_steps(
+    law: Floats, top: int, low: float, surrogate: LinearCore, start: Floats
+) -> tuple[Floats, float]:
+    """Projected, regularised Newton steps; the point and its largest projected slope."""
+    d, size = start, math.inf
     slope = _sum_slopes(law, d, top, surrogate)
     for _ in range(300):
         free = (d > low) | (slope < 0)
@@ -550,7 +586,7 @@ def _newton(law: Floats, top: int, low: float, surrogate: LinearCore) -> Floats:
         way = np.zeros_like(d)
         way[free] = np.linalg.solve(bends, -slope[free])
         d, slope = _backtrack(law, top, low, surrogate, d, slope, way)
-    return d
+    return d, size
 
 
 def _backtrack(

@@ -41,8 +41,11 @@ class TabularProblem:
     eta: Floats
 
     def __post_init__(self) -> None:
-        if (self.masses <= 0).any() or abs(self.masses.sum() - 1) > 1e-9:
-            raise ValueError("masses must be positive and sum to 1")
+        for name in ("masses", "eta"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+        sums_to_one = self.masses.ndim == 1 and abs(self.masses.sum() - 1) <= 1e-9
+        if not (sums_to_one and (self.masses > 0).all()):
+            raise ValueError("masses must be one row [d], positive, and sum to 1")
         if self.eta.ndim != 2 or self.eta.shape[1] != len(self.masses):
             raise ValueError(f"eta must be [S, d] with d = {len(self.masses)}")
         if not ((self.eta > 0) & (self.eta < 1)).all():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .multiclass import _law, _one_sided, _optimum_of_costs, _pool, verify_swap_inequality
+from .multiclass import _classes, _law, _one_sided, _optimum_of_costs, _pool, verify_swap_inequality
 from .surrogates import TAILS, LinearCore
 
 Floats = NDArray[np.float64]
@@ -94,7 +94,9 @@ def constrained_ratio(
         ValueError: bad shapes, or an output without regret (nothing to divide by).
     """
     _, _, q = _costs(p, losses)
-    k = np.broadcast_to(np.asarray(predicted, dtype=np.intp), q.shape[:-1])[..., None]
+    k = np.broadcast_to(_classes(predicted), q.shape[:-1])[..., None]
+    if not ((k >= 0) & (k < q.shape[-1])).all():
+        raise IndexError(f"predicted must lie in 0 … {q.shape[-1] - 1}")
     regret = (np.take_along_axis(q, k, -1) - q.min(-1, keepdims=True))[..., 0]
     if not (regret > 0).all():
         raise ValueError("predicted must have a positive target regret at every law")
@@ -161,10 +163,14 @@ def sum_form_ratio(p: ArrayLike, losses: ArrayLike, predicted: int, surrogate: L
 
     Raises:
         ValueError: bad shapes, a zero probability, or an output without regret.
+        IndexError: ``predicted`` outside 0 … n-1.
+        ArithmeticError: a minimum was not found.
     """
     law, matrix, q = _costs(p, losses)
     if law.ndim != 1 or law.min() <= 0:
         raise ValueError("p must be one law [n] without zeros")
+    if not 0 <= predicted < len(law):
+        raise IndexError(f"predicted must lie in 0 … {len(law) - 1}, got {predicted}")
     regret = q[predicted] - q.min()
     if regret <= 0:
         raise ValueError(f"output {predicted} has no target regret at this law")
@@ -190,4 +196,8 @@ def _least_sum_risk(weight: Floats, top: int, low: float, surrogate: LinearCore)
         risk, start, jac=True, method="L-BFGS-B", options=options,
         bounds=[(None if low == -np.inf else low, None)] * len(start),
     )  # fmt: skip
+    slope = np.asarray(risk(found.x)[1])
+    inside = slope[(found.x > low) | (slope < 0)]
+    if np.abs(inside).max(initial=0) > 1e-6:
+        raise ArithmeticError(f"the sum form's risk was not minimised: {found.message}")
     return float(found.fun)

@@ -108,8 +108,10 @@ def inverse_slope(tail: str, ratio: Any) -> np.ndarray:
         ratio: numbers in [0, 1].
 
     Raises:
-        ValueError: a ratio outside [0, 1] or NaN.
+        ValueError: an unknown tail, a ratio outside [0, 1] or NaN.
     """
+    if tail not in _INVERSE_SLOPES:
+        raise ValueError(f"tail must be one of {sorted(_INVERSE_SLOPES)}, got {tail!r}")
     ratio = np.asarray(ratio, dtype=np.float64)
     if not np.all((ratio >= 0) & (ratio <= 1)):
         raise ValueError("ratio must lie in [0, 1]: it is a slope of a tail, which starts at 1")

@@ -156,6 +156,8 @@ class Task:
         """
         if n_tags < 2:
             raise ValueError(f"n_tags={n_tags} must be at least 2")
+        if n_train < 1 or n_test < 1:
+            raise ValueError(f"n_train={n_train} and n_test={n_test} must be at least 1")
         model = HiddenMarkovModel.random(n_tags, seed=seed)
         words, tags = model.sample(n_train, length, seed=2 * seed + 1)
         test_words, test_tags = model.sample(n_test, length, seed=2 * seed + 2)
@@ -326,11 +328,8 @@ def train(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {sorted(METHODS)}, got {method!r}")
-    if bool(steps) == bool(seconds):
-        raise ValueError("give either steps or seconds, the checkpoints of the training")
-    marks = list(steps or seconds)
-    if marks[0] <= 0 or any(a >= b for a, b in itertools.pairwise(marks)):
-        raise ValueError(f"checkpoints must be positive and increase, got {marks}")
+    marks = _checked_marks(steps, seconds)
+    _check_sizes(lr, batch_size)
     g = torch.Generator().manual_seed(seed)
     tagger, loss = Tagger(task.n_words, task.n_tags, dtype), METHODS[method].loss
     done, spent, alive = 0, 0.0, True
@@ -345,6 +344,28 @@ def train(
         accuracy = tagger.accuracy(task) if alive else 0.0
         found.append((done, spent, accuracy))
     return Curve(method, seed, lr, *zip(*found, strict=True))
+
+
+def _checked_marks(steps: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    if not isinstance(steps, Sequence) or not isinstance(seconds, Sequence):
+        raise TypeError("steps and seconds must be sequences of checkpoints, such as (100, 200)")
+    if bool(steps) == bool(seconds):
+        raise ValueError("give either steps or seconds, the checkpoints of the training")
+    marks = list(steps or seconds)
+    if not all(0 < mark < math.inf for mark in marks) or any(
+        a >= b for a, b in itertools.pairwise(marks)
+    ):
+        raise ValueError(f"checkpoints must be positive, finite and increase, got {marks}")
+    if steps and not all(isinstance(mark, int) for mark in marks):
+        raise ValueError(f"steps must be whole numbers, got {marks}")
+    return marks
+
+
+def _check_sizes(lr: float, batch_size: int) -> None:
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr={lr} must be finite and positive")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be a whole number, at least 1")
 
 
 def choose_rate(task: Task, method: str, *, seed: int, **options: Any) -> float:
@@ -378,7 +399,9 @@ def compare_methods(
     """
     if not seeds or len(set(seeds)) != len(seeds) or selection_seed in seeds:
         raise ValueError("seeds must be distinct, at least one, and not hold the selection seed")
-    methods = list(methods)
+    methods = [methods] if isinstance(methods, str) else list(methods)
+    if unknown := sorted(set(methods) - set(METHODS)):
+        raise ValueError(f"methods must be among {sorted(METHODS)}, got {', '.join(unknown)}")
     if rates is not None and (missing := sorted(set(methods) - set(rates))):
         raise ValueError(f"rates must give a learning rate for {', '.join(missing)}")
     trial = task(selection_seed) if rates is None else None

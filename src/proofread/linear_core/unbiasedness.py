@@ -114,7 +114,12 @@ def sampling_bias(
         length: T.
         n_tags: K.
         n_chains: random chains, seeds 0, 1, ….
+
+    Raises:
+        ValueError: no chain.
     """
+    if n_chains < 1:
+        raise ValueError(f"n_chains={n_chains} must be at least 1: no chain tests nothing")
     worst = 0.0
     for seed in range(n_chains):
         chain = Chain.random(length, n_tags, seed)

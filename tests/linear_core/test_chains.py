@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -324,6 +325,69 @@ def test_small_weights_that_matter_later_are_kept(dtype: torch.dtype) -> None:
         assert leaf.grad[0, 0, 1].item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(half: torch.dtype) -> None:
+    """Weights near exp(-16), which are 0 in half precision: log Z came out as -inf."""
+    a = torch.zeros(3, 3)
+    a[0, 0] = 20.0
+    emissions = torch.zeros(1, 4, 3)
+    emissions[..., 0] = -16.0
+    y = torch.ones(1, 4, dtype=torch.long)
+
+    def run() -> list[Tensor]:
+        e, t = emissions.clone().requires_grad_(), a.clone().requires_grad_()
+        nll, log_z = linear_chain_nll(e, y, t), log_partition(e, t).sum()
+        grads = torch.autograd.grad(nll, [e, t]) + torch.autograd.grad(log_z, [e, t])
+        best = viterbi(e, t)[1]
+        return [nll.detach(), log_z.detach(), posterior_marginals(e, t), best, *grads]
+
+    plain = run()
+    # h(y) = 0 for the true tags, so the loss is log Z.
+    assert plain[0].item() == pytest.approx(naive_partition(emissions, y, a, None).item(), abs=1e-6)
+    with torch.autocast("cpu", dtype=half):
+        for found, expected in zip(run(), plain, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("peak", [50.0, 20.0])
+def test_long_sums_are_not_rounded(peak: float) -> None:
+    """5,000 times the one tag that pays: next to nothing is left of log Z - h(y).
+
+    The links were summed in float32, which made the loss -0.05 or so, below its minimum of 0.
+    """
+    length = 5000
+    rng = torch.Generator().manual_seed(0)
+    a = torch.rand(5, 5, generator=rng) + peak * torch.eye(5)
+    emissions = torch.zeros(1, length, 5)
+    y = a.diagonal().argmax().expand(1, length)
+    score = (length - 1) * a.diagonal().max().double()
+    found = linear_chain_nll(emissions, y, a).double()
+    torch.testing.assert_close(found, naive_recursion(emissions[0], a) - score, rtol=0, atol=1e-4)
+    assert path_score(emissions, y, a)[0].item() == score.float().item()
+
+
+def test_wide_range_is_not_rounded_before_float64() -> None:
+    """``A - max A`` in float32 is off by 1e-6, 5,000 times over: 0.5 % of this loss."""
+    rng = torch.Generator().manual_seed(1)
+    a = 40 * torch.rand(5, 5, generator=rng) + 0.1
+    emissions = torch.randn(2, 5000, 5, generator=rng)
+    y = viterbi(emissions, a)[0]
+    found = linear_chain_nll(emissions, y, a, reduction="none").double()
+    expected = torch.stack([naive_recursion(e, a) for e in emissions])
+    expected = expected - path_score(emissions.double(), y, a.double())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_hinge_sums_long_sequences_in_float64() -> None:
+    """All ones beat the true zeros by 1.1 a transition, a number that float32 sums would round."""
+    length = 20_001
+    a = torch.tensor([[0.0, 0.0], [0.0, 1.1]])
+    y = torch.zeros(1, length, dtype=torch.long)
+    weight = torch.zeros(2)  # no cost: the transitions alone, so that their sum is what is tested
+    found = structured_hinge_loss(torch.zeros(1, length, 2), y, a, tag_weight=weight)
+    assert found.item() == torch.tensor((length - 1) * a[1, 1].double().item()).item()
+
+
 def test_range_chooses_the_recursion() -> None:
     scores = torch.zeros(32, 4, 100)
 
@@ -423,6 +487,43 @@ def test_inputs_are_not_overwritten() -> None:
     for x, z in zip([*inputs, *first], [*copies, *second], strict=True):
         assert torch.equal(x, z)
     assert torch.equal(leaf, copies[0])
+
+
+@pytest.mark.parametrize("span", [1.0, 1e3], ids=["exponential", "logarithmic"])
+@pytest.mark.parametrize("spoilt", ["tags", "mask"])
+def test_overwriting_before_backward_is_noticed(spoilt: str, span: float) -> None:
+    emissions, y, a, mask = problem(2, 4, 5)
+    a[0, 1] = -span
+    leaf = emissions.requires_grad_()
+    losses = [linear_chain_nll(leaf, y, a, mask=None if spoilt == "tags" else mask)]
+    if spoilt == "mask":
+        losses += [log_partition(leaf, a, mask).sum(), path_score(leaf, y, a, mask).sum()]
+        losses.append(structured_hinge_loss(leaf, y, a, mask=mask))
+    else:
+        losses.append(path_score(leaf, y, a).sum())
+    if spoilt == "tags":
+        y.fill_(1)
+    else:
+        mask.fill_(True)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_hinge_keeps_its_own_tags_for_backward() -> None:
+    """The sequences are compared in forward: what becomes of the tags then is no matter."""
+    emissions, y, a, _ = problem(2, 4, 5)
+    grads = []
+    for spoil in (False, True):
+        leaf, tags, table = emissions.clone().requires_grad_(), y.clone(), Table(a)
+        loss = structured_hinge_loss(leaf, tags, table)
+        if spoil:
+            tags.copy_((y + 1) % 5)
+        loss.backward()
+        assert table.table.grad is not None
+        grads.append((leaf.grad, table.table.grad.to_dense()))
+    for found, expected in zip(*grads, strict=True):
+        assert torch.equal(found, expected)
 
 
 # --- modules of transitions -----------------------------------------------------------------------
@@ -560,6 +661,49 @@ def test_infinite_scores_are_not_made_finite() -> None:
     assert viterbi(emissions, a)[1][0] == INF
 
 
+@pytest.mark.parametrize("case", ["shared link", "shared tag", "rival", "forbidden", "hopeless"])
+def test_hinge_is_nan_where_a_score_is_not_finite(case: str) -> None:
+    """An infinity that the true and the best sequence share cancelled to a loss of 0.0."""
+    emissions, a = torch.zeros(2, 2, 3), torch.zeros(3, 3)
+    y = torch.tensor([[1, 0], [2, 2]])
+    if case == "shared link":
+        a[1, 0] = INF
+    elif case == "shared tag":
+        emissions[0, 0, 1] = INF
+    elif case == "rival":
+        emissions[0, 0, 2] = INF
+    elif case == "forbidden":
+        emissions[0, 1, 0] = -INF
+    else:
+        emissions[0] = -INF
+    leaf = emissions.requires_grad_()
+    losses = structured_hinge_loss(leaf, y, a, reduction="none")
+    # A transition belongs to both sequences' problems, an emission to the first one's only.
+    assert losses.isnan().tolist() == [True, case == "shared link"]
+    losses.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad[0].isnan().any()
+    if case != "shared link":
+        assert losses[1].item() == 2.0  # no score tells tags apart: both of them cost 1
+        assert leaf.grad[1].isfinite().all()
+
+
+def test_hinge_of_forbidden_rivals_is_finite() -> None:
+    """-inf on sequences that are neither true nor best leaves the loss and its gradient alone."""
+    emissions, y, a, mask = problem(3, 4, 3)
+    y[:] = torch.tensor([2, 0, 1, 1])
+    emissions[:, 1, 2] = -INF
+    a[0, 0] = -INF
+    for m in masks(mask):
+        leaf = emissions.clone().requires_grad_()
+        found = structured_hinge_loss(leaf, y, a, mask=m, reduction="none")
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, naive_hinge(emissions, y, a, m))
+        found.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("loss", [linear_chain_nll, structured_hinge_loss])
 def test_reductions_and_the_empty_batch(loss) -> None:  # type: ignore[no-untyped-def]
     emissions, y, a, _ = problem(3, 4, 5)
@@ -589,6 +733,10 @@ def test_one_tag_is_certain() -> None:
 # --- bad input ------------------------------------------------------------------------------------
 
 
+SPARSE = nn.Module()
+SPARSE.table = torch.eye(4, dtype=torch.float64).to_sparse()
+
+
 def bad(**changes: object) -> dict:
     emissions, y, a, mask = problem(2, 3, 4)
     return {"emissions": emissions, "tags": y, "transitions": a, "mask": mask, **changes}
@@ -605,7 +753,18 @@ def bad(**changes: object) -> dict:
         ({"transitions": torch.zeros(4, 4)}, TypeError, "transitions are torch.float32"),
         ({"transitions": torch.zeros(4, 5, dtype=torch.float64)}, ValueError, r"\[K, K\] = \(4, 4"),
         ({"transitions": nn.Linear(4, 4)}, TypeError, "parameter `table`"),
-        ({"transitions": [[0.0] * 4] * 4}, TypeError, "transitions must be"),
+        ({"transitions": [[0.0] * 4] * 4}, TypeError, r"list: pass torch\.as_tensor\(transitions"),
+        ({"transitions": np.zeros((4, 4))}, TypeError, r"ndarray: pass torch\.as_tensor\(transit"),
+        ({"transitions": torch.eye(4).double().to_sparse()}, TypeError, r"transitions\.to_dense"),
+        ({"transitions": SPARSE}, TypeError, r"transitions\.table must be dense"),
+        ({"emissions": np.zeros((2, 3, 4))}, TypeError, r"torch\.as_tensor\(emissions\)"),
+        ({"emissions": torch.zeros(2, 3, 4).to_sparse()}, TypeError, r"emissions\.to_dense\(\)"),
+        ({"mask": np.ones((2, 3), dtype=bool)}, TypeError, r"torch\.as_tensor\(mask\)"),
+        ({"mask": [[True] * 3] * 2}, TypeError, r"mask must be a tensor, got list"),
+        ({"mask": torch.ones(2, 3).bool().to_sparse()}, TypeError, r"mask\.to_dense\(\)"),
+        ({"tags": np.zeros((2, 3), dtype=int)}, TypeError, r"torch\.as_tensor\(tags\)"),
+        ({"tags": [[0] * 3] * 2}, TypeError, r"tags must be a tensor, got list"),
+        ({"tags": torch.zeros(2, 3).long().to_sparse()}, TypeError, r"tags\.to_dense\(\)"),
         ({"transitions": torch.zeros(4, 4, device="meta").double()}, ValueError, "move one"),
         ({"mask": torch.ones(2, 3)}, TypeError, r"mask\.bool\(\)"),
         ({"mask": torch.ones(3, 2, dtype=torch.bool)}, ValueError, r"mask must be \[B, T\]"),
@@ -640,6 +799,9 @@ def test_bad_input_is_named(changes: dict, error: type[Exception], match: str) -
 @pytest.mark.parametrize(
     ("weight", "error", "match"),
     [
+        ([1.0] * 4, TypeError, r"torch\.as_tensor\(tag_weight\)"),
+        (np.ones(4), TypeError, r"tag_weight must be a tensor, got ndarray"),
+        (torch.ones(4).to_sparse(), TypeError, r"tag_weight\.to_dense\(\)"),
         (torch.ones(4, dtype=torch.long), TypeError, "tag_weight must be floating"),
         (torch.ones(3), ValueError, r"tag_weight must be \[K\]"),
         (torch.tensor([1.0, -1.0, 1.0, 1.0]), ValueError, "not negative"),

@@ -63,13 +63,13 @@ def path_score(
         ``[B]`` scores. The gradient for the transitions is dense.
 
     Raises:
-        TypeError: a dtype that is not as above.
+        TypeError: a dtype that is not as above, or what is not a dense tensor.
         ValueError: shapes, devices, an empty sequence, a mask that is not a prefix.
         IndexError: a tag outside [0, K) at a position that counts.
     """
-    problem = _checked(emissions, transitions, mask)
+    problem = _checked(emissions, transitions, mask, tags=tags)
     labels = _checked_tags(tags, problem)
-    return _path_score(problem, labels) + problem.shift()
+    return _path_score(problem, labels).to(emissions.dtype) + problem.shift()
 
 
 def viterbi(
@@ -90,7 +90,7 @@ def viterbi(
         position that counts makes the row's score NaN, and its tags then mean nothing.
 
     Raises:
-        TypeError: a dtype that is not as above.
+        TypeError: a dtype that is not as above, or what is not a dense tensor.
         ValueError: shapes, devices, an empty sequence, a mask that is not a prefix.
 
     Example:
@@ -121,7 +121,7 @@ def log_partition(
         gradient, where every sequence is forbidden.
 
     Raises:
-        TypeError: a dtype that is not as above.
+        TypeError: a dtype that is not as above, or what is not a dense tensor.
         ValueError: shapes, devices, an empty sequence, a mask that is not a prefix.
 
     Example:
@@ -173,12 +173,12 @@ def linear_chain_nll(
         A scalar, or ``[B]`` for ``"none"``. The mean over no sequence is NaN. NaN is propagated.
 
     Raises:
-        TypeError: a dtype that is not as above.
+        TypeError: a dtype that is not as above, or what is not a dense tensor.
         ValueError: shapes, devices, an empty sequence, a mask that is not a prefix, ``reduction``.
         IndexError: a tag outside [0, K) at a position that counts.
     """
     _check_reduction(reduction)
-    problem = _checked(emissions, transitions, mask)
+    problem = _checked(emissions, transitions, mask, tags=tags)
     labels = _checked_tags(tags, problem)
     value = _Partition.apply(problem.emissions, problem.table, problem.mask, labels)
     return _reduced(cast(Tensor, value), reduction)
@@ -209,16 +209,18 @@ def structured_hinge_loss(
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the B sequences.
 
     Returns:
-        A scalar, or ``[B]`` for ``"none"``. The mean over no sequence is NaN. NaN is propagated.
+        A scalar, or ``[B]`` for ``"none"``. The mean over no sequence is NaN. A sequence's loss is
+        NaN where its best or its true score is not finite (a true tag that is forbidden, say).
 
     Raises:
-        TypeError: a dtype that is not as above.
+        TypeError: a dtype that is not as above, or what is not a dense tensor.
         ValueError: shapes, devices, an empty sequence, a mask that is not a prefix, ``reduction``,
             a weight that is negative or not finite.
         IndexError: a tag outside [0, K) at a position that counts.
     """
     _check_reduction(reduction)
-    problem = _checked(emissions, transitions, mask)
+    weights = {} if tag_weight is None else {"tag_weight": tag_weight}
+    problem = _checked(emissions, transitions, mask, tags=tags, **weights)
     labels = _checked_tags(tags, problem)
     cost = _costs(labels, tag_weight, problem)  # [B, T]
     with torch.no_grad():
@@ -226,8 +228,7 @@ def structured_hinge_loss(
         rival, best = _best_path(augmented, problem.table, problem.mask)
     sparse = isinstance(transitions, nn.Module)
     losses = _margin_violation(problem, labels, rival, cost, sparse)
-    # A NaN transition that the true and the found sequence share would cancel out.
-    return _reduced(losses + best.where(best.isnan(), 0), reduction)
+    return _reduced(losses * _one_if_sound(best, losses), reduction)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -257,7 +258,15 @@ class _Problem(NamedTuple):
         return values if self.mask is None else values.where(self.mask, 0)
 
 
-def _checked(emissions: Tensor, transitions: Tensor | nn.Module, mask: Tensor | None) -> _Problem:
+def _checked(
+    emissions: Tensor, transitions: Tensor | nn.Module, mask: Tensor | None, **others: Tensor
+) -> _Problem:
+    """The problem; of the ``others``, only that they are dense tensors is checked."""
+    table, offset = _table_of(transitions)
+    if mask is not None:
+        others["mask"] = mask
+    for name, value in {"emissions": emissions, **others}.items():
+        _check_dense(name, value)
     if emissions.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"emissions must be float32 or float64, got {emissions.dtype}: convert them first"
@@ -269,22 +278,32 @@ def _checked(emissions: Tensor, transitions: Tensor | nn.Module, mask: Tensor | 
             "emissions must have at least one position and one tag: leave empty sequences out, got "
             f"shape {tuple(emissions.shape)}"
         )
-    table, offset = _table_of(transitions)
     _check_table(table, emissions)
     if mask is not None:
         _check_mask(mask, emissions)
     return _Problem(emissions, table, offset, mask)
 
 
+def _check_dense(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(value).__name__}: pass torch.as_tensor({name})"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, got {value.layout}: pass {name}.to_dense()")
+
+
 def _table_of(transitions: Tensor | nn.Module) -> tuple[Tensor, Tensor | None]:
     if isinstance(transitions, Tensor):
+        _check_dense("transitions", transitions)
         return transitions, None
     table = getattr(transitions, "table", None)
     if not isinstance(table, Tensor):
         raise TypeError(
             "transitions must be a [K, K] tensor or a module with a parameter `table`, got "
-            f"{type(transitions).__name__}"
+            f"{type(transitions).__name__}: pass torch.as_tensor(transitions) if they are numbers"
         )
+    _check_dense("transitions.table", table)
     return table, cast("Tensor | None", getattr(transitions, "offset", None))
 
 
@@ -375,12 +394,13 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
 
 
 def _path_score(problem: _Problem, labels: Tensor) -> Tensor:
-    """``[B]``, without the offset."""
+    """``[B]`` in float64, without the offset: a long sum, from which log Z is subtracted."""
     own = problem.emissions.gather(2, labels[..., None])[..., 0]  # [B, T]
     links = problem.table[labels[:, :-1], labels[:, 1:]]  # [B, T-1]
     if problem.mask is not None:
         links = links.where(problem.mask[:, 1:], 0)
-    return problem.counted(own).sum(1) + links.sum(1)
+    own = problem.counted(own)
+    return own.sum(1, dtype=torch.float64) + links.sum(1, dtype=torch.float64)
 
 
 def _augmented(emissions: Tensor, labels: Tensor, cost: Tensor) -> Tensor:
@@ -401,8 +421,19 @@ def _margin_violation(
         differ &= problem.mask[:, 1:]
     owner = differ.nonzero()[:, 0]  # [n], the sequences of the pairs that differ
     links = _PairDifference.apply(problem.table, pairs[:, differ], sparse)  # [n]
-    total = problem.counted(local).sum(1)
-    return total.index_add(0, owner, cast(Tensor, links))
+    total = problem.counted(local).sum(1, dtype=torch.float64)
+    return total.index_add(0, owner, cast(Tensor, links).double()).to(local.dtype)
+
+
+def _one_if_sound(best: Tensor, losses: Tensor) -> Tensor:
+    """``[B]`` ones, NaN where the best or the true score is not finite.
+
+    An infinity or NaN that the true and the found sequence share would cancel out of the loss, but
+    is in ``best``; if ``best`` is finite, one in the true score alone is in the loss. A factor, so
+    that the gradient for the emissions is NaN, too, instead of a harmless-looking zero.
+    """
+    unsound = ~(best.isfinite() & losses.isfinite())
+    return torch.ones_like(best).masked_fill_(unsound, torch.nan)
 
 
 def _pairs(tags: Tensor) -> Tensor:
@@ -503,12 +534,14 @@ class _Partition(torch.autograd.Function):
         if live is not None:
             scores = scores.where(live, 0)
         recursion = _recursion(table, scores)
-        value, saved = recursion.forward(scores, table, live)
+        # The bound on what underflows holds for matrix products in the dtype that was chosen.
+        with torch.autocast(table.device.type, enabled=False):
+            value, saved = recursion.forward(scores, table, live)
         if labels is not None:
-            problem = _Problem(emissions.double(), table, None, mask)
-            value = value - _path_score(problem, labels)
-        ctx.recursion, ctx.mask, ctx.labels = recursion, mask, labels  # type: ignore[attr-defined]
-        ctx.save_for_backward(table, *saved)
+            value = value - _path_score(_Problem(emissions, table, None, mask), labels)
+        ctx.recursion = recursion  # type: ignore[attr-defined]
+        # The mask and the labels may be the caller's own: saved so that overwriting is noticed.
+        ctx.save_for_backward(table, mask, labels, *saved)  # type: ignore[arg-type]
         return value.to(emissions.dtype)
 
     @staticmethod
@@ -521,11 +554,12 @@ class _Partition(torch.autograd.Function):
             raise RuntimeError(
                 "the partition function of chains is differentiable once: drop create_graph=True"
             )
-        table, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        mask, labels = ctx.mask, ctx.labels  # type: ignore[attr-defined]
+        table, mask, labels, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
         live = None if mask is None else mask.T[..., None]
         wanted = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
-        nodes, edges = ctx.recursion.backward(table, live, saved, gradient, wanted)  # type: ignore[attr-defined]
+        backward = ctx.recursion.backward  # type: ignore[attr-defined]
+        with torch.autocast(table.device.type, enabled=False):
+            nodes, edges = backward(table, live, saved, gradient, wanted)
         nodes = nodes.transpose(0, 1)  # [B, T, K]
         if labels is not None:
             _subtract_path(nodes, edges, labels, mask, gradient)
@@ -587,10 +621,11 @@ class _Exponential(_Recursion):
         self, scores: Tensor, table: Tensor, live: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         largest = table.amax()
-        kernel = (table - largest).to(self.dtype).exp_()  # [K, K]
+        # Differences in the dtype of the recursion: a rounding here would be made T times over.
+        kernel = (table.to(self.dtype) - largest).exp_()  # [K, K]
         peak = scores.amax(-1, keepdim=True)  # [T, B, 1]
         peak = peak.where(peak != -torch.inf, 0)  # all tags forbidden: weight 0, not NaN
-        weight = (scores - peak).to(self.dtype).exp_()  # [T, B, K]
+        weight = (scores.to(self.dtype) - peak).exp_()  # [T, B, K]
         alpha, total = torch.empty_like(weight), torch.empty_like(peak, dtype=self.dtype)
         step = weight[0]
         for t in range(len(weight)):

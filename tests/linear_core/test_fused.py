@@ -315,6 +315,51 @@ def test_backward_twice_accumulates(reduction):
     torch.testing.assert_close(weight.grad, 4 * once)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_retained_graph_through_views_of_a_leaf(reduction, ignored):
+    """Autograd may make a view of what ``backward`` returns the gradient of the leaf."""
+    hidden, weight, bias = torch.randn(2, 3, 4), torch.randn(1, 5, 4), torch.randn(5, 1)
+    leaves = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    target = torch.tensor([[0, 1, 4], [2, 3, -100 if ignored else 1]])
+    loss = fused_linear_core_loss(
+        leaves[0], leaves[1][0], target, leaves[2][:, 0], reduction=reduction
+    ).sum()
+    once = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
+    for times in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        assert all(torch.equal(x.grad, times * g) for x, g in zip(leaves, once, strict=True))
+    for leaf in leaves:
+        leaf.grad.data.zero_()
+    loss.backward()
+    assert all(torch.equal(x.grad, g) for x, g in zip(leaves, once, strict=True))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_targets_overwritten_before_the_backward_pass(form, reduction, ignored):
+    """They are copied, like the class weights."""
+    hidden, weight, target, bias = problem((37, 5, 101))
+    weights = torch.rand(101, dtype=torch.float64)
+    if ignored:
+        target[::3] = -100
+
+    def careless(hidden, weight, target, bias, class_weight, **options):
+        target, class_weight = target.clone(), class_weight.clone()
+        loss = fused_linear_core_loss(
+            hidden, weight, target, bias, class_weight=class_weight, **options
+        )
+        target.fill_(7)
+        class_weight.zero_()
+        return loss
+
+    given = (hidden, weight, target, bias)
+    options = {"class_weight": weights, "form": form, "reduction": reduction}
+    expected = results(twin, *given, **options)
+    assert_equal(results(careless, *given, **options), expected, 1e-12)
+
+
 def test_second_derivatives_are_refused():
     hidden, weight, target, _ = problem((3, 2, 5))
     loss = fused_linear_core_loss(hidden.requires_grad_(), weight, target)
@@ -398,6 +443,14 @@ def bad_inputs() -> dict[str, tuple[dict, type[Exception], str]]:
         "core": ({"core": 0}, ValueError, "core must be"),
         "scale": ({"scale": -1}, ValueError, "scale must be"),
         "tail": ({"tail": "cubic"}, ValueError, "tail must be one of"),
+        "array": ({"hidden": torch.zeros(4, 3).numpy()}, TypeError, r"torch\.as_tensor\(hidden\)"),
+        "list": ({"weight": [[0.0] * 3] * 6}, TypeError, r"torch\.as_tensor\(weight\)"),
+        "target list": ({"target": [0, 1, 5, 2]}, TypeError, r"torch\.as_tensor\(target\)"),
+        "bias list": ({"bias": [0.0] * 6}, TypeError, r"torch\.as_tensor\(bias\)"),
+        "weights list": ({"class_weight": [1.0] * 6}, TypeError, r"as_tensor\(class_weight\)"),
+        "sparse": ({"weight": torch.eye(6, 3).to_sparse()}, TypeError, "weight must be dense"),
+        "no index": ({"ignore_index": None}, TypeError, "ignore_index must be an integer"),
+        "core grad": ({"core": torch.ones((), requires_grad=True)}, ValueError, r"core\.item"),
     }
 
 

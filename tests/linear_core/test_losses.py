@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -368,6 +369,37 @@ def test_editing_a_gradient_does_not_reach_the_retained_graph():
     torch.testing.assert_close(leaf.grad, once)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (1, 5, 1), (6, 5, 1), (5,)], ids=str)
+def test_a_retained_graph_through_views_of_a_leaf(shape, inplace):
+    """Autograd may make a view of what ``backward`` returns the gradient of the leaf."""
+    leaf = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    logits = leaf.view(6, 5) if shape == (2, 3, 5) else leaf
+    if inplace:
+        logits = (leaf.clone() if len(shape) != 2 else leaf.unsqueeze(1).clone()).view_as(logits)
+    target = torch.zeros(logits.shape[:1] + logits.shape[2:] if len(shape) > 1 else ()).long()
+    loss = linear_core_loss(logits, target, reduction="sum", inplace=inplace)
+    once = torch.autograd.grad(loss, leaf, retain_graph=True)[0].clone()
+    for times in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        assert torch.equal(leaf.grad, times * once)
+    leaf.grad.data.zero_()
+    loss.backward()
+    assert torch.equal(leaf.grad, once)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_targets_overwritten_before_the_second_derivatives(form):
+    logits, target = problem()
+    leaf, kept = logits.requires_grad_(), target.clone()
+    target[2] = kept[2] = -100
+    loss = linear_core_loss(leaf, target, form=form)
+    target.fill_(0)
+    ours = torch.autograd.grad(loss, leaf, create_graph=True)[0]
+    plain = torch.autograd.grad(linear_core_loss(leaf, kept, form=form), leaf)[0]
+    torch.testing.assert_close(ours, plain)
+
+
 def test_no_gradient_no_graph():
     logits, target = problem()
     assert not linear_core_loss(logits, target).requires_grad
@@ -529,11 +561,12 @@ def test_in_place_gradcheck():
         assert torch.autograd.gradcheck(lambda h, o=options: in_place(h, target, **o), leaf)
 
 
-def test_in_place_gradient_takes_the_memory_of_the_logits():
+@pytest.mark.parametrize("view", [False, True])
+def test_in_place_gradient_takes_the_memory_of_the_logits(view):
     logits, target = problem(dtype=torch.float32)
     leaf = logits.clone().requires_grad_()
     expected = value_and_gradient(linear_core_loss, logits, target, reduction="sum")[1]
-    scores = hidden(leaf)
+    scores = hidden(leaf).view(-1, 5) if view else hidden(leaf)
     alias, arrived = scores.detach(), []
     scores.register_hook(arrived.append)
     loss = linear_core_loss(scores, target, reduction="sum", inplace=True)
@@ -651,6 +684,91 @@ class Strange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class Scale(torch.autograd.Function):
+    """The identity, whose gradient it multiplies by -0.1."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, view: bool) -> Tensor:
+        return x.view_as(x) if view else x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return -0.1 * gradient, None
+
+
+def _module(kind: str, x: Tensor, seen: list) -> Tensor:
+    layer = torch.nn.Linear(5, 5).double()
+    torch.nn.init.eye_(layer.weight)
+    if kind == "pre":
+        layer.register_full_backward_pre_hook(lambda m, out: (out[0] * 3,))
+    else:
+        layer.register_full_backward_hook(
+            lambda m, into, out: seen.extend([into[0].clone(), out[0].clone()]) or (into[0] * 3,)
+        )
+    return layer(x)
+
+
+def _tensor_hook(scores: Tensor, seen: list, then=lambda v: v) -> Tensor:
+    scores.register_hook(lambda g: seen.append(g.clone()) or 3 * g)
+    return then(scores)
+
+
+def _node_hook(scores: Tensor, seen: list, before: bool) -> Tensor:
+    if before:
+        scores.grad_fn.register_prehook(lambda out: seen.append(out[0].clone()) or (out[0] * 3,))
+    else:
+        scores.grad_fn.register_hook(
+            lambda into, out: seen.append(out[0].clone()) or tuple(g * 3 for g in into)
+        )
+    return scores
+
+
+def _retained(scores: Tensor, seen: list) -> Tensor:
+    scores.retain_grad()
+    seen.append(scores)
+    return scores.view(-1, 5)
+
+
+HOOKED = {
+    "function": lambda x, seen: Scale.apply(x * 1.5, True),
+    "function that returns its input": lambda x, seen: Scale.apply(x * 1.5, False),
+    "function, then a view": lambda x, seen: Scale.apply(x * 1.5, True).view(-1, 5),
+    "hook": lambda x, seen: _tensor_hook(x * 1.5, seen),
+    "hook on a view": lambda x, seen: _tensor_hook((x * 1.5).view(-1, 5), seen),
+    "hook on a view between": lambda x, seen: _tensor_hook(
+        (x * 1.5).view(2, 3, 5), seen, lambda v: v.view(-1, 5)
+    ),
+    "hook on what is viewed": lambda x, seen: _tensor_hook(x * 1.5, seen, lambda v: v.view(-1, 5)),
+    "node": lambda x, seen: _node_hook(x.exp() * x, seen, True),
+    "node after": lambda x, seen: _node_hook(x.neg(), seen, False),
+    "node of a view": lambda x, seen: _node_hook((x * 1.5).view(-1, 5), seen, True),
+    "node of a view, after": lambda x, seen: _node_hook((x * 1.5).view(-1, 5), seen, False),
+    "retained between": lambda x, seen: _retained((x * 1.5).view(2, 3, 5), seen),
+    "module": lambda x, seen: _module("full", x, seen),
+    "module, before": lambda x, seen: _module("pre", x, seen),
+    "module of three dimensions": lambda x, seen: _module("full", x.view(2, 3, 5), seen).view(6, 5),
+}
+
+
+@pytest.mark.parametrize("make", HOOKED.values(), ids=HOOKED)
+def test_in_place_skips_nothing_between_logits_and_memory(make):
+    """Functions, hooks and retained gradients get the gradient, and what they return counts."""
+    logits, target = problem(n=6)
+    found = []
+    for inplace in (False, True):
+        leaf, seen = logits.clone().requires_grad_(), []
+        torch.manual_seed(0)
+        scores = make(leaf, seen)
+        linear_core_loss(scores, target, inplace=inplace).backward()
+        assert scores.shape == ((0,) if inplace else (6, 5))
+        found.append([leaf.grad, *(t.grad if t.requires_grad else t for t in seen)])
+    plain, ours = found
+    assert len(ours) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    unhooked = value_and_gradient(lambda h, t: linear_core_loss(h * 1.5, t), logits, target)[1]
+    assert not torch.equal(ours[0], unhooked) or len(ours) > 1  # the case does what it says
 
 
 def in_place_views() -> dict:
@@ -992,6 +1110,17 @@ GOOD = (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
         (*GOOD, {"tail": "x"}, ValueError, "tail must be one of"),
         (*GOOD, {"form": "pairwise"}, ValueError, "form must be one of"),
         (*GOOD, {"reduction": "avg"}, ValueError, "reduction must be one of"),
+        (GOOD[0].numpy(), GOOD[1], {}, TypeError, r"logits .* pass torch\.as_tensor\(logits\)"),
+        (GOOD[0].tolist(), GOOD[1], {}, TypeError, "logits must be a torch tensor, got list"),
+        (GOOD[0].to_sparse(), GOOD[1], {}, TypeError, r"logits must be dense.*sparse_coo"),
+        (GOOD[0], GOOD[1].numpy(), {}, TypeError, r"target .* pass torch\.as_tensor\(target\)"),
+        (GOOD[0], GOOD[1].tolist(), {}, TypeError, "target must be a torch tensor, got list"),
+        (GOOD[0], GOOD[1].to_sparse(), {}, TypeError, "target must be dense"),
+        (GOOD[0][0], 1, {}, TypeError, "target must be a torch tensor, got int"),
+        (*GOOD, {"ignore_index": None}, TypeError, "ignore_index must be an integer, got None"),
+        (*GOOD, {"ignore_index": 1.5}, TypeError, "ignore_index must be an integer, got 1.5"),
+        (*GOOD, {"core": torch.ones((), requires_grad=True)}, ValueError, r"core\.item\(\)"),
+        (*GOOD, {"scale": torch.ones((), requires_grad=True)}, ValueError, r"scale\.item\(\)"),
     ],
 )
 def test_bad_arguments(logits, target, options, error, message):
@@ -1000,6 +1129,33 @@ def test_bad_arguments(logits, target, options, error, message):
     if logits is GOOD[0] and target is GOOD[1] and "class_weight" not in options:
         with pytest.raises(error, match=message):
             LinearCoreLoss(**options)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (np.ones(3), TypeError, r"class_weight .* pass torch\.as_tensor\(class_weight\)"),
+        ([1.0, 1.0, 1.0], TypeError, "class_weight must be a torch tensor, got list"),
+        (torch.ones(3).to_sparse(), TypeError, "class_weight must be dense"),
+        (torch.ones(3).long(), TypeError, "class_weight must be floating"),
+        (torch.ones(3, 1), ValueError, "class_weight must have shape"),
+        (torch.ones(1), ValueError, "class_weight must have shape"),
+        (torch.ones(()), ValueError, "class_weight must have shape"),
+        (torch.nn.Parameter(torch.ones(3)), ValueError, r"class_weight\.detach\(\)"),
+    ],
+)
+def test_bad_weights_are_refused_when_the_module_is_made(weight, error, message):
+    with pytest.raises(error, match=message):
+        LinearCoreLoss(class_weight=weight)
+    with pytest.raises(error, match=message):
+        linear_core_loss(*GOOD, class_weight=weight)
+
+
+def test_integers_of_any_kind_are_ignored():
+    expected = linear_core_loss(*GOOD, ignore_index=0)
+    for index in (np.int64(0), torch.tensor(0)):
+        assert torch.equal(linear_core_loss(*GOOD, ignore_index=index), expected)
+        assert torch.equal(LinearCoreLoss(ignore_index=index)(*GOOD), expected)
 
 
 # --- dispatch -------------------------------------------------------------------------------------

@@ -36,10 +36,14 @@ from proofread import triton_support
 
 from .losses import (
     DTYPES,
+    _check_dense,
     _check_options,
     _check_weight,
     _checked_labels,
+    _graph_is_retained,
+    _Labels,
     _reduce,
+    _surrogate,
     _tail_,
     _with_finite_steepness,
     _work_dtype,
@@ -103,8 +107,10 @@ def fused_linear_core_loss(
     torch is set to allow TF32.
 
     Raises:
-        TypeError: inputs not floating or of different dtypes, targets not integer.
-        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive.
+        TypeError: inputs not floating or of different dtypes, targets not integer, any of them no
+            dense torch tensor; ``ignore_index`` not an integer.
+        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive or
+            asking for a gradient.
         IndexError: a target outside [0, K) that is not ``ignore_index``.
         RuntimeError: in the backward pass, if ``create_graph=True`` asks for second derivatives:
             ``linear_core_loss(F.linear(...))`` has them.
@@ -114,13 +120,13 @@ def fused_linear_core_loss(
         >>> fused_linear_core_loss(hidden, weight, torch.tensor([0, 2]))  # (K - 1)·Φ(0) = 2·2
         tensor(4., grad_fn=<SumBackward0>)
     """
-    surrogate = LinearCore(core, scale, tail)
-    _check_options(form, reduction)
+    surrogate = _surrogate(core, scale, tail)
+    ignore_index = _check_options(form, reduction, ignore_index)
     _check_inputs(hidden, weight, target, bias, class_weight)
     hidden, weight, bias, dtype = _autocast(hidden, weight, bias)
     surrogate = _with_finite_steepness(surrogate, _work_dtype(hidden.dtype))
     labels = _checked_labels(target.reshape(-1).long(), len(weight), ignore_index, class_weight)
-    rows = _counted_rows(labels.target, labels.counted, class_weight, hidden.dtype)
+    rows = _counted_rows(labels, class_weight, hidden.dtype)
     # The mean's divisor goes into the gradients, so that backward has nothing to multiply. Not in
     # float16: small gradients would be lost before a gradient scaler can lift them.
     early = reduction == "mean" and labels.total != 0 and hidden.dtype != torch.float16
@@ -183,6 +189,11 @@ def _check_inputs(
     bias: Tensor | None,
     class_weight: Tensor | None,
 ) -> None:
+    _check_dense("hidden", hidden)
+    _check_dense("weight", weight)
+    _check_dense("target", target)
+    if bias is not None:
+        _check_dense("bias", bias)
     _check_dtypes(hidden, weight, target, bias)
     if weight.dim() != 2 or len(weight) < 2:
         raise ValueError(
@@ -247,15 +258,14 @@ def _needs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Needs:
     return _Needs(hidden.requires_grad, weight.requires_grad, has_bias)
 
 
-def _counted_rows(
-    target: Tensor, counted: Tensor | None, class_weight: Tensor | None, dtype: torch.dtype
-) -> _Rows:
-    kept = None if counted is None else counted.nonzero()[:, 0]
-    label = target if kept is None else target[kept]
+def _counted_rows(labels: _Labels, class_weight: Tensor | None, dtype: torch.dtype) -> _Rows:
+    """Copies all: the caller may overwrite targets and weights before the backward pass."""
+    kept = None if labels.counted is None else labels.counted.nonzero()[:, 0]
+    label = labels.label[:, 0] if kept is None else labels.label[kept, 0]
     weight = None
     if class_weight is not None:
         weight = class_weight.to(_work_dtype(dtype))[label][:, None]
-    return _Rows(kept, label, weight, len(target))
+    return _Rows(kept, label, weight, len(labels.label))
 
 
 # --- autograd -------------------------------------------------------------------------------------
@@ -273,12 +283,12 @@ class _FusedLoss(torch.autograd.Function):
         rows: _Rows,
         settings: _Settings,
     ) -> Tensor:
-        ctx.rows, ctx.settings, ctx.dtype = rows, settings, hidden.dtype  # type: ignore[attr-defined]
+        ctx.size, ctx.settings, ctx.dtype = rows.size, settings, hidden.dtype  # type: ignore[attr-defined]
         if not settings.each:
             loss, grads = _sweep(hidden, weight, bias, rows, settings)
-            ctx.save_for_backward(*grads)  # type: ignore[arg-type]
+            ctx.save_for_backward(rows.kept, None, None, *grads)  # type: ignore[arg-type]
             return loss.sum() * settings.factor
-        ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
+        ctx.save_for_backward(*rows[:3], hidden, weight, bias)  # type: ignore[arg-type]
         nothing = settings._replace(needs=_Needs(False, False, False))
         loss, _ = _sweep(hidden, weight, bias, rows, nothing)
         return _spread(loss, rows)
@@ -290,23 +300,29 @@ class _FusedLoss(torch.autograd.Function):
                 "fused_linear_core_loss has no second derivatives (create_graph=True): use "
                 "linear_core_loss(F.linear(hidden, weight, bias), target) there"
             )
-        rows, factor = ctx.rows, 1.0
+        kept, label, row_weight, *tensors = ctx.saved_tensors
+        rows, factor = _Rows(kept, label, row_weight, ctx.size), 1.0
         if ctx.settings.each:
             part = upstream if rows.kept is None else upstream[rows.kept]
             part = part[:, None] if rows.weight is None else part[:, None] * rows.weight
-            inputs: tuple[Tensor, Tensor, Tensor | None] = ctx.saved_tensors
-            _, grads = _sweep(*inputs, rows._replace(weight=part), ctx.settings)
+            hidden, weight, bias = tensors
+            _, grads = _sweep(hidden, weight, bias, rows._replace(weight=part), ctx.settings)
         else:
-            grads, factor = _Grads(*ctx.saved_tensors), upstream.item()
+            grads, factor = _Grads(*tensors), upstream.item()
         hidden, weight, bias = (_scaled(grad, factor, ctx.dtype) for grad in grads)
         return None if hidden is None else _spread(hidden, rows), weight, bias, None, None
 
 
 def _scaled(grad: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor | None:
-    """``grad·factor`` in the inputs' dtype; the saved tensor itself if nothing changes."""
+    """``grad·factor`` in the inputs' dtype; the saved tensor itself if nothing changes.
+
+    Unless the graph is retained: autograd makes it, or a view of it, the ``grad`` of a leaf.
+    """
     if grad is None:
         return None
-    return (grad if factor == 1 else grad * factor).to(dtype)
+    if factor != 1:
+        return (grad * factor).to(dtype)
+    return grad.to(dtype, copy=_graph_is_retained())
 
 
 def _spread(values: Tensor, rows: _Rows) -> Tensor:

@@ -19,8 +19,9 @@ that saves is fresh memory as large as the logits, which costs more than the ari
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,9 @@ def linear_core_loss(
 
     **In place.** With ``inplace=True`` values and gradients are the same bit for bit, and no memory
     as large as the logits is allocated (unless the gradient that arrives in ``backward`` is not
-    1: then it multiplies into fresh memory). The call consumes the logits. Afterwards the variable
+    1, or the graph is retained: then it goes to fresh memory). Hooks on the logits, or on tensors
+    and modules between them and what they view, see the gradient as usual. The call consumes the
+    logits. Afterwards the variable
     is an empty tensor of shape ``[0]``, so that nobody takes gradients for scores: compute
     accuracies before. In ``backward`` every other use of the logits is an error where autograd
     needs their values, or came after the call; so are second derivatives. What cannot be guarded
@@ -107,9 +110,10 @@ def linear_core_loss(
     ``no_grad``, or logits that require none) nothing is consumed.
 
     Raises:
-        TypeError: logits not floating, targets not integer, weights not floating.
-        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive;
-            ``inplace=True`` with logits that cannot be overwritten.
+        TypeError: logits not floating, targets not integer, weights not floating, any of them no
+            dense torch tensor; ``ignore_index`` not an integer.
+        ValueError: shapes, devices, K < 2, unknown options, ``core`` or ``scale`` not positive or
+            asking for a gradient; ``inplace=True`` with logits that cannot be overwritten.
         IndexError: a target outside [0, K) that is not ``ignore_index``.
         RuntimeError: in ``backward``, for logits that were used after they were consumed, and for
             second derivatives of an in-place loss.
@@ -119,8 +123,8 @@ def linear_core_loss(
         >>> linear_core_loss(logits, torch.tensor([0, 2]))  # (K - 1)·Φ(0) = 2·2
         tensor(4., grad_fn=<SumBackward0>)
     """
-    surrogate = LinearCore(core, scale, tail)
-    _check_options(form, reduction)
+    surrogate = _surrogate(core, scale, tail)
+    ignore_index = _check_options(form, reduction, ignore_index)
     _check_tensors(logits, target, class_weight)
     surrogate = _with_finite_steepness(surrogate, _work_dtype(logits.dtype))
     if torch._C._are_functorch_transforms_active():
@@ -167,7 +171,7 @@ class _Labels(NamedTuple):
     """Targets that were checked."""
 
     target: Tensor  # [N] as given
-    label: Tensor  # [N, 1], 0 where the target is ignored
+    label: Tensor  # [N, 1], 0 where the target is ignored; a copy: targets may be overwritten
     counted: Tensor | None  # [N] bool, None when no target is ignored
     total: float  # sum of the counted targets' weights
 
@@ -198,8 +202,10 @@ class LinearCoreLoss(nn.Module):
         inplace: bool = False,
     ) -> None:
         super().__init__()
-        _check_options(form, reduction)
-        self.surrogate = LinearCore(core, scale, tail)
+        self.surrogate = _surrogate(core, scale, tail)
+        ignore_index = _check_options(form, reduction, ignore_index)
+        if class_weight is not None:
+            _check_weight(class_weight, None)
         self.form, self.reduction, self.ignore_index = form, reduction, ignore_index
         self.inplace = inplace
         self.register_buffer("class_weight", class_weight)
@@ -232,11 +238,40 @@ class LinearCoreLoss(nn.Module):
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check_options(form: str, reduction: str) -> None:
+def _surrogate(core: float, scale: float, tail: str) -> LinearCore:
+    for name, value in (("core", core), ("scale", scale)):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name} is a constant of the loss, no gradient flows to it: pass {name}.item()"
+            )
+    return LinearCore(core, scale, tail)
+
+
+def _check_options(form: str, reduction: str, ignore_index: int) -> int:
+    """Return ``ignore_index`` as a plain int."""
     if form not in FORMS:
         raise ValueError(f"form must be one of {FORMS}, got {form!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    try:
+        return operator.index(ignore_index)
+    except TypeError:
+        raise TypeError(
+            f"ignore_index must be an integer, got {ignore_index!r}: leave it at -100 to ignore "
+            "nothing"
+        ) from None
+
+
+def _check_dense(name: str, value: Any) -> None:
+    """Refuse arrays, lists, and sparse or nested tensors."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a torch tensor, got {type(value).__name__}: "
+            f"pass torch.as_tensor({name})"
+        )
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name} must be dense, got {kind}: pass {name}.to_dense() or the like")
 
 
 def _with_finite_steepness(surrogate: LinearCore, work: torch.dtype) -> LinearCore:
@@ -245,6 +280,8 @@ def _with_finite_steepness(surrogate: LinearCore, work: torch.dtype) -> LinearCo
 
 
 def _check_tensors(logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
+    _check_dense("logits", logits)
+    _check_dense("target", target)
     if logits.dtype not in DTYPES:
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -277,10 +314,17 @@ def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
         )
 
 
-def _check_weight(class_weight: Tensor, classes: int) -> None:
+def _check_weight(class_weight: Tensor, classes: int | None) -> None:
+    """``classes`` is None where their number is not yet known."""
+    _check_dense("class_weight", class_weight)
     if not class_weight.is_floating_point():
         raise TypeError(f"class_weight must be floating point, got {class_weight.dtype}")
-    if class_weight.shape != (classes,):
+    if classes is None and (class_weight.dim() != 1 or len(class_weight) < 2):
+        raise ValueError(
+            "class_weight must have shape [K] with at least 2 classes, got "
+            f"{tuple(class_weight.shape)}"
+        )
+    if classes is not None and class_weight.shape != (classes,):
         raise ValueError(
             f"class_weight must have shape ({classes},), got {tuple(class_weight.shape)}"
         )
@@ -326,7 +370,7 @@ def _checked_labels(
 ) -> _Labels:
     """Check the targets' range, find the ignored ones and the total weight: one device sync."""
     if not len(target):
-        return _Labels(target, target[:, None], None, 0.0)
+        return _Labels(target, target.clone()[:, None], None, 0.0)
     counted = target != ignore_index  # [N]
     label = torch.where(counted, target, 0)
     low, high = label.aminmax()
@@ -391,15 +435,15 @@ class _RowLoss(torch.autograd.Function):
         if class_weight is not None:
             class_weight = class_weight.to(_work_dtype(logits.dtype))
         rows, grad = _forward(logits, labels, class_weight, settings)
-        ctx.save_for_backward(logits, class_weight, grad)  # type: ignore[arg-type]
-        ctx.labels, ctx.settings = labels, settings  # type: ignore[attr-defined]
+        ctx.save_for_backward(logits, class_weight, grad, labels.label, labels.counted)  # type: ignore[arg-type]
+        ctx.settings = settings  # type: ignore[attr-defined]
         return rows
 
     @staticmethod
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def,override]
-        logits, class_weight, grad = ctx.saved_tensors
+        logits, class_weight, grad, label, counted = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
-            slope = _differentiable_gradient(logits, ctx.labels, class_weight, ctx.settings)
+            slope = _differentiable_gradient(logits, label, counted, class_weight, ctx.settings)
             return (slope * upstream[:, None]).to(logits.dtype), None, None, None
         return _scale_rows(grad, upstream), None, None, None
 
@@ -413,8 +457,9 @@ def _consume(
     settings: _Settings,
 ) -> Tensor:
     """Row losses of logits that are overwritten by their gradient, and emptied."""
-    _, losses = _ConsumingRowLoss.apply(owner, shape, labels, class_weight, settings)
-    if logits is not owner:
+    view = None if logits is owner else logits
+    _, losses = _ConsumingRowLoss.apply(owner, view, shape, labels, class_weight, settings)
+    if view is not None:
         logits.data = logits.new_empty(0)
     return losses
 
@@ -424,18 +469,26 @@ class _ConsumingRowLoss(torch.autograd.Function):
 
     They are returned too, as autograd demands of what is modified: so it raises their version,
     which fails whoever saved them, and leads whoever uses them later to this ``backward``.
+
+    The owner of the memory is what is modified, but the gradient goes to the logits that the caller
+    passed. Where these are a view, whatever hangs between the two sees the gradient: hooks, and
+    functions that return their input and change its gradient.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: torch.autograd.function.FunctionCtx,
         owner: Tensor,  # dense, holds [N, K] row by row
+        view: Tensor | None,  # the logits, where they are a view of the owner
         shape: torch.Size,  # (N, K)
         labels: _Labels,
         class_weight: Tensor | None,  # [K]
         settings: _Settings,
     ) -> tuple[Tensor, Tensor]:  # [0], [N]
         memory = owner.detach()
+        logits = owner if view is None else view
+        ctx.size, ctx.stride = logits.size(), logits.stride()  # type: ignore[attr-defined]
+        ctx.viewed = view is not None  # type: ignore[attr-defined]
         rows = memory.as_strided(shape, (shape[1], 1))
         if class_weight is not None:  # a copy: it might be a part of the logits
             class_weight = class_weight.to(_work_dtype(owner.dtype), copy=True)
@@ -462,13 +515,12 @@ class _ConsumingRowLoss(torch.autograd.Function):
                 "(create_graph=True): use inplace=False"
             )
         if upstream is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         (memory,) = ctx.saved_tensors
         rows = memory.as_strided(ctx.shape, (ctx.shape[1], 1))
-        grad = _scale_rows(rows, upstream)
-        if grad is rows:
-            return memory, None, None, None, None
-        return grad.as_strided(memory.shape, memory.stride()), None, None, None, None
+        grad = _scale_rows(rows, upstream).as_strided(ctx.size, ctx.stride)
+        to_owner, to_view = (None, grad) if ctx.viewed else (grad, None)
+        return to_owner, to_view, None, None, None, None
 
 
 def _forward(
@@ -504,20 +556,32 @@ def _forward_kernel(
 def _scale_rows(grad: Tensor, upstream: Tensor) -> Tensor:
     """``grad * upstream[:, None]`` in the gradient's dtype; no pass at all if upstream is 1.
 
-    The saved gradient is returned as it is then. Autograd holds a second reference to it while the
-    graph is retained, so it is copied before anything is accumulated into it.
+    The saved gradient is returned as it is then, or copied if the graph is retained: autograd makes
+    it, or a view of it, the ``grad`` of a leaf, where later passes accumulate.
     """
     if len(upstream) and (len(upstream) == 1 or upstream.stride(0) == 0):  # one value for all rows
         factor = upstream[0].item()
-        return grad if factor == 1 else grad * factor
+        if factor != 1:
+            return grad * factor
+        return grad.clone() if _graph_is_retained() else grad
     return torch.mul(grad, upstream[:, None], out=torch.empty_like(grad))
 
 
+def _graph_is_retained() -> bool:
+    """Inside a ``backward``: may the same node run again? Yes, where torch cannot tell."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
 def _differentiable_gradient(
-    logits: Tensor, labels: _Labels, class_weight: Tensor | None, settings: _Settings
+    logits: Tensor,
+    label: Tensor,
+    counted: Tensor | None,
+    class_weight: Tensor | None,
+    settings: _Settings,
 ) -> Tensor:
     """The gradient of the weighted row losses as plain differentiable operations, ``[N, K]``."""
-    label, h = labels.label, logits.to(_work_dtype(logits.dtype))
+    h = logits.to(_work_dtype(logits.dtype))
     constrained = settings.form == "constrained"
     centre = _row_mean(h) if constrained else h.gather(1, label)
     slope = (-settings.surrogate.derivative(centre - h)).scatter(1, label, 0.0)
@@ -528,7 +592,7 @@ def _differentiable_gradient(
         slope = slope.scatter_add(1, label, -total)
     weight = settings.factor if class_weight is None else settings.factor * class_weight[label]
     slope = slope * weight
-    return slope if labels.counted is None else torch.where(labels.counted[:, None], slope, 0)
+    return slope if counted is None else torch.where(counted[:, None], slope, 0)
 
 
 def _plain_loss(

@@ -4,9 +4,12 @@ of its samples; ``Transitions`` against a dense twin."""
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -713,6 +716,80 @@ def test_the_mean_follows_every_change(how):
     assert transitions.mean() == pytest.approx(expected, abs=1e-15)
 
 
+FUSED = {
+    "SGD": torch.optim.SGD,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+def copies(transitions: Transitions) -> list[Transitions]:
+    return [transitions, copy.deepcopy(transitions), pickle.loads(pickle.dumps(transitions))]
+
+
+@pytest.mark.parametrize("optimiser", FUSED.values(), ids=FUSED.keys())
+def test_the_mean_follows_fused_optimisers_which_count_no_version(optimiser):
+    """Of the table itself, a copy and an unpickled one; others keep their sum."""
+    other = Transitions(10)
+    other.mean()
+    for chain in copies(Transitions(10)):
+        assert chain.mean() == 0
+        chain.table.grad = torch.full((10, 10), 1.0)
+        fresh = torch.nn.Parameter(torch.zeros(1))  # without a gradient
+        groups = [{"params": [fresh]}, {"params": [chain.table]}]
+        optimiser(groups, lr=5.0, weight_decay=0.0, fused=True).step()
+        assert float(chain.table[0, 0].detach()) == pytest.approx(-5.0, rel=1e-6)
+        assert chain.mean() == pytest.approx(-5.0, rel=1e-6)
+    assert other._total is not None
+
+
+def test_optimisers_are_hooked_once_and_copies_are_let_go():
+    from torch.optim import optimizer
+
+    live = transitions_module._LIVE
+    chains = copies(Transitions(3))
+    assert all(chain in live for chain in chains)
+    count = len(live)
+    chains.clear()
+    gc.collect()
+    assert len(live) <= count - 3
+    hooks = list(optimizer._global_optimizer_post_hooks.values())
+    assert hooks.count(transitions_module._after_step) == 1
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["pairs", "rows"])
+def test_the_mean_shows_an_overflow_of_the_table(rows):
+    """Two updates of -3e38 to one float32 entry: -inf, though the sum in float64 is finite."""
+    chain, big = Transitions(4), 3e38
+    chain.mean()
+    if rows:
+        index, values = torch.tensor([[1, 1]]), torch.zeros(2, 4)
+        values[:, 2] = big
+    else:
+        index, values = torch.tensor([[1, 1], [2, 2]]), torch.full((2,), big)
+    chain.table.grad = torch.sparse_coo_tensor(index, values, (4, 4), check_invariants=False)
+    chain.apply_gradient(1.0)
+    assert float(chain.table[1, 2].detach()) == -math.inf
+    assert not math.isfinite(chain.mean())
+    emissions, tags = torch.zeros(1, 3, 4), torch.tensor([[0, 1, 3]])
+    assert structured_linear_core_loss(emissions, tags, chain).isnan()
+    with torch.no_grad():
+        chain.table.zero_()
+    assert chain.mean() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_transitions_converted_to_half_precision_are_refused(dtype):
+    chain = Transitions(4).to(dtype)
+    for options in LOSSES.values():
+        with pytest.raises(TypeError, match="the table of Transitions must be float32 or float64"):
+            structured_linear_core_loss(E, Y, chain, **options)
+    with pytest.raises(TypeError, match="the table of Transitions must be float32 or float64"):
+        chain.apply_gradient(1.0)
+    chain.float().apply_gradient(1.0)
+
+
 def test_the_sum_is_made_once_and_renewed_now_and_then(monkeypatch):
     made = []
     total = transitions_module._total
@@ -756,6 +833,14 @@ def test_transitions_start_as_told_and_refuse_nonsense():
         Transitions(3, torch.zeros(3, 3, dtype=torch.long))
     with pytest.raises(TypeError, match="table must be float32"):
         Transitions(3, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"table must be a tensor, got ndarray: pass .*as_tensor"):
+        Transitions(3, np.eye(3))
+    with pytest.raises(TypeError, match=r"table must be dense, .* pass table.to_dense\(\)"):
+        Transitions(3, torch.eye(3).to_sparse())
+    for classes in (3.0, "3", None):
+        with pytest.raises(TypeError, match="classes must be an integer"):
+            Transitions(classes)
+    assert Transitions(np.int64(3)).classes == 3
     with pytest.raises(ValueError, match="lr"):
         Transitions(3).apply_gradient(math.nan)
 
@@ -857,6 +942,75 @@ def test_lower_precision(dtype, options):
     assert float(loss(emissions, table)) == pytest.approx(value, rel=tolerance)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert loss(emissions, table).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_loss
+def test_the_gradient_of_a_half_precision_table_rounds_once(dtype, options):
+    """Many contributions to few entries: each rounded, or added in half precision, they drift."""
+    emissions, tags, _ = problem(100, 4, 2)
+    emissions, table = emissions.float(), torch.zeros(2, 2)
+
+    def loss(e, a):
+        generator = torch.Generator().manual_seed(0)
+        return structured_linear_core_loss(
+            e, tags, a, generator=generator, reduction="sum", core=0.2, **options
+        )
+
+    _, expected = gradients(loss, emissions.double(), table.double())
+    _, found = gradients(loss, emissions, table.to(dtype))
+    assert found.dtype == dtype
+    assert float(expected.abs().min()) > 1e-3
+    error = (found.double() - expected) / expected
+    assert float(error.abs().max()) < 1.01 * torch.finfo(dtype).eps / 2
+
+
+@every_loss
+def test_the_default_dtype_does_not_matter(options):
+    emissions, tags, table = problem(2, 4, 3)
+    emissions, table, mask = emissions.float(), table.float(), prefix_mask([4, 2], 4)
+
+    def results():
+        def loss(e, a):
+            generator = torch.Generator().manual_seed(0)
+            return structured_linear_core_loss(
+                e, tags, a, mask=mask, generator=generator, samples=500, **options
+            )
+
+        chain = Transitions(3, table)
+        step(emissions, tags, chain, 0, **options)
+        chain.mean()
+        chain.apply_gradient(0.1)
+        mean = torch.tensor(chain.mean(), dtype=torch.float64)
+        moments = gradient_variance(emissions, tags, table, form=options.get("form", "sum"))
+        rest = [moments.emission_variance, moments.transition_mean, mean, chain.dense()]
+        return [loss(emissions, table), *gradients(loss, emissions, table), *rest]
+
+    expected, before = results(), torch.get_default_dtype()
+    for dtype in (torch.bfloat16, torch.float64):
+        try:
+            torch.set_default_dtype(dtype)
+            found = results()
+        finally:
+            torch.set_default_dtype(before)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["tags", "mask"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["tensor", "Transitions"])
+@pytest.mark.parametrize("options", [{}, SUM, SUM_POSITIONS], ids=str)
+def test_tags_or_mask_overwritten_before_the_backward_pass_are_refused(options, sparse, masked):
+    emissions, tags, table = problem(2, 3, 4)
+    mask = prefix_mask([3, 2], 3) if masked else None
+    emissions, table = emissions.requires_grad_(), table.requires_grad_()
+    chain = Transitions(4, table) if sparse else table
+    loss = structured_linear_core_loss(emissions, tags, chain, mask=mask, **options)
+    tags.fill_(1) if mask is None else mask.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    structured_linear_core_loss(emissions, tags, chain, mask=mask, **options).backward()
 
 
 @every_loss
@@ -1053,7 +1207,44 @@ BAD = {
     "tag negative": ((E, Y - 100, A), {}, IndexError, "tag -100"),
     "shape of transitions": ((E, Y, A[:3]), {}, ValueError, r"transitions must .* \(4, 4\)"),
     "size of transitions": ((E, Y, Transitions(5)), {}, ValueError, "transitions must have"),
-    "list of transitions": ((E, Y, A.tolist()), {}, TypeError, "transitions must be"),
+    "list of transitions": (
+        (E, Y, A.tolist()), {}, TypeError, r"transitions must be a tensor, got list: pass torch.as",
+    ),
+    "array of emissions": (
+        (E.numpy(), Y, A), {}, TypeError, r"emissions must .* ndarray: .*as_tensor\(emissions\)",
+    ),
+    "list of emissions": ((E.tolist(), Y, A), {}, TypeError, "emissions must be a tensor, got li"),
+    "no emissions": ((None, Y, A), {}, TypeError, "emissions must be a tensor, got NoneType"),
+    "sparse emissions": ((E.to_sparse(), Y, A), {}, TypeError, r"pass emissions.to_dense\(\)"),
+    "array of tags": ((E, Y.numpy(), A), {}, TypeError, "tags must be a tensor, got ndarray"),
+    "list of tags": ((E, Y.tolist(), A), {}, TypeError, "tags must be a tensor, got list"),
+    "sparse tags": ((E, Y.to_sparse(), A), {}, TypeError, r"pass tags.to_dense\(\)"),
+    "array of transitions": ((E, Y, A.numpy()), {}, TypeError, "transitions must be a tensor"),
+    "sparse transitions": ((E, Y, A.to_sparse()), {}, TypeError, "transitions must be dense"),
+    "array of a mask": (
+        (E, Y, A), {"mask": ~EMPTY.numpy()}, TypeError, "mask must be a tensor, got ndarray",
+    ),
+    "list of a mask": ((E, Y, A), {"mask": [[True]]}, TypeError, "mask must be a tensor, got list"),
+    "sparse mask": ((E, Y, A), {"mask": HOLES.to_sparse()}, TypeError, "mask must be dense"),
+    "array of weights": (
+        (E, Y, A), {"tag_weight": np.ones(4)}, TypeError, "tag_weight must be a tensor, got nda",
+    ),
+    "list of weights": ((E, Y, A), {"tag_weight": [1.0]}, TypeError, "tag_weight must be a tensor"),
+    "sparse weights": (
+        (E, Y, A), {"tag_weight": torch.ones(4).to_sparse()}, TypeError, "tag_weight must be dense",
+    ),
+    "weights below float32": (
+        (E, Y, A), {"tag_weight": torch.full((4,), 1e-60, dtype=torch.float64)}, ValueError,
+        "positive in torch.float32",
+    ),
+    "seed": ((E, Y, A), {"generator": 0}, TypeError, "generator must be a torch.Generator, got in"),
+    "generator of NumPy": (
+        (E, Y, A), {"generator": np.random.default_rng(0)}, TypeError, "must be a torch.Generator",
+    ),
+    "generator of an exact loss": ((E, Y, A), EXACT | {"generator": 0}, TypeError, "generator"),
+    "keep text": ((E, Y, A), {"keep": "0.5"}, TypeError, "keep must be a number, got '0.5'"),
+    "baseline text": ((E, Y, A), {"baseline": "1"}, TypeError, "baseline must be a number"),
+    "samples text": ((E, Y, A), {"samples": "3"}, ValueError, "samples must be"),
     "integer transitions": ((E, Y, A.long()), {}, TypeError, "transitions must be floating"),
     "float mask": ((E, Y, A), {"mask": HOLES.float()}, TypeError, "mask must be bool"),
     "shape of mask": ((E, Y, A), {"mask": HOLES[:1]}, ValueError, "mask must have shape"),
@@ -1122,6 +1313,34 @@ def test_bad_input_of_the_rest():
         gradient_variance(E[:0], Y[:0], A)
     with pytest.raises(ValueError, match="65536"):
         gradient_variance(torch.zeros(1, 9, 4), torch.zeros(1, 9).long(), A)
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if "weights" in name])
+def test_the_module_refuses_bad_weights_when_it_is_made(name):
+    _, options, error, message = BAD[name]
+    if name == "weights below float32":  # fine for emissions in float64
+        module = StructuredLinearCoreLoss(**options)
+        assert float(module(E.double(), Y, A.double()).abs()) > 0
+        with pytest.raises(error, match=message):
+            module(E, Y, A)
+        return
+    if name == "weights shape":  # only the emissions tell K
+        options, message = {"tag_weight": torch.ones(4, 1)}, r"tag_weight must have shape \[K\]"
+    with pytest.raises(error, match=message):
+        StructuredLinearCoreLoss(**options)
+
+
+def test_numbers_of_numpy_will_do():
+    emissions, tags, table = problem(2, 3, 4)
+
+    def loss(samples, keep, baseline):
+        return structured_linear_core_loss(
+            emissions, tags, table, samples=samples, keep=keep, baseline=baseline,
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+
+    assert torch.equal(loss(np.int64(3), np.float64(0.5), np.float32(1)), loss(3, 0.5, 1))
+    assert type(StructuredLinearCoreLoss(samples=np.int64(3)).options.samples) is int
 
 
 @pytest.mark.gpu

@@ -40,7 +40,9 @@ scalar, and knows the mean of its table from a running sum.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ from .losses import (
     linear_core_loss,
 )
 from .surrogates import LinearCore
-from .transitions import Transitions, _total
+from .transitions import Transitions, _total, check_tensor
 
 OVER = ("sequences", "positions")
 METHODS = ("sampled", "exact")
@@ -161,12 +163,16 @@ def structured_linear_core_loss(
     scores only. The sampled loss has first derivatives only.
 
     Raises:
-        TypeError: emissions, transitions or weights not floating, tags not integer, mask not bool.
+        TypeError: arguments that are no dense tensors, emissions, transitions or weights not
+            floating, ``Transitions`` in half precision, tags not integer, mask not bool, a
+            generator that is not torch's, ``keep`` or ``baseline`` not a number.
         ValueError: shapes, devices, K < 2, T < 1, a mask that is not a prefix or has an empty row,
-            weights not positive, unknown options, ``"sampled"`` or ``"near"`` where it has no
-            meaning, a baseline for the sum form, or ``"exact"`` where K^T is above the limit.
+            weights not positive (or not in the working precision), unknown options, ``"sampled"``
+            or ``"near"`` where it has no meaning, a baseline for the sum form, or ``"exact"`` where
+            K^T is above the limit.
         IndexError: a tag outside [0, K) at a valid position.
-        RuntimeError: in the backward pass of the sampled loss, for ``create_graph=True``.
+        RuntimeError: in the backward pass of the sampled loss, for ``create_graph=True``; or if
+            tags or mask were overwritten since the forward pass.
 
     Example:
         >>> emissions, tags = torch.zeros(1, 3, 5), torch.tensor([[0, 4, 2]])
@@ -191,7 +197,7 @@ def structured_linear_core_loss(
 class StructuredLinearCoreLoss(nn.Module):
     """Module twin of ``structured_linear_core_loss``: same arguments, same results, same errors.
 
-    ``tag_weight`` is a buffer, so it moves with the module.
+    ``tag_weight`` is a buffer, so it moves with the module; it is checked here already.
 
     Example:
         >>> transitions = Transitions(1000)
@@ -221,6 +227,9 @@ class StructuredLinearCoreLoss(nn.Module):
         tag_weight: Tensor | None = None,
     ) -> None:
         super().__init__()
+        if tag_weight is not None:
+            check_tensor("tag_weight", tag_weight)
+            _check_tag_weight(tag_weight, None, tag_weight.dtype)
         self.options = _Options(
             surrogate=LinearCore(core, scale, tail),
             over=over,
@@ -346,6 +355,7 @@ def gradient_variance(
         average=True,
         reduction="none",
     )
+    _check_types(emissions, tags, transitions, mask, tag_weight, None)
     batch = _checked_batch(emissions, tags, transitions, mask, tag_weight, torch.float64)
     if not len(tags):
         raise ValueError("emissions hold no sequence (B = 0): there is nothing to enumerate")
@@ -429,8 +439,7 @@ class _Options:
                 f"proposal={self.proposal!r} has no meaning for over='positions', which draws "
                 "single tags, uniformly: leave it out"
             )
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples must be an integer ≥ 1, got {self.samples!r}")
+        object.__setattr__(self, "samples", _sample_count(self.samples))
         _check_baseline(self.baseline, self.form)
         if self.keep is not None:
             _check_keep(self.keep, self.proposal)
@@ -454,6 +463,22 @@ def _baseline(baseline: float | None, form: str) -> float:
     return 0.0 if form == "sum" else 1.0
 
 
+def _sample_count(samples: object) -> int:
+    """Any integer type, NumPy's as well."""
+    try:
+        count = operator.index(samples)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"samples must be an integer ≥ 1, got {samples!r}")
+    return count
+
+
+def _check_real(name: str, value: object) -> None:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}: pass float({name})")
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
@@ -474,6 +499,7 @@ def _check_sampled(over: str, form: str, average: bool) -> None:
 
 
 def _check_baseline(baseline: float, form: str) -> None:
+    _check_real("baseline", baseline)
     if not math.isfinite(baseline):
         raise ValueError(f"baseline must be finite (1 or 0, mostly), got {baseline!r}")
     if form == "sum" and baseline != 0:
@@ -484,6 +510,7 @@ def _check_baseline(baseline: float, form: str) -> None:
 
 
 def _check_keep(keep: float, proposal: str) -> None:
+    _check_real("keep", keep)
     if proposal == "uniform":
         raise ValueError("keep belongs to proposal='near': leave it out for 'uniform'")
     if not 0 <= keep < 1:
@@ -502,6 +529,39 @@ class _Batch(NamedTuple):
     classes: int
 
 
+def _check_types(
+    emissions: Tensor,
+    tags: Tensor,
+    transitions: Tensor | Transitions,
+    mask: Tensor | None,
+    tag_weight: Tensor | None,
+    generator: torch.Generator | None,
+) -> None:
+    """Refuse what is no tensor, or not dense, before anything looks inside."""
+    if isinstance(transitions, Transitions):
+        transitions.check_dtype()
+    table, _ = _parts(transitions)
+    check_tensor("emissions", emissions)
+    check_tensor("tags", tags)
+    check_tensor("transitions", table)
+    for name, tensor in {"mask": mask, "tag_weight": tag_weight}.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got {type(generator).__name__}: pass "
+            "torch.Generator(device).manual_seed(seed)"
+        )
+
+
+class _Gold(NamedTuple):
+    """The part of a batch that gradients need."""
+
+    tags: Tensor  # [B, T] int64, 0 where masked
+    mask: Tensor | None  # [B, T] bool, None if all positions are valid
+    classes: int
+
+
 def _checked_batch(
     emissions: Tensor,
     tags: Tensor,
@@ -517,7 +577,7 @@ def _checked_batch(
     if mask is not None:
         _check_mask(mask, (b, t))
     if tag_weight is not None:
-        _check_tag_weight(tag_weight, k)
+        _check_tag_weight(tag_weight, k, work)
     others = {"tags": tags, "transitions": table, "mask": mask, "tag_weight": tag_weight}
     for name, tensor in others.items():
         if tensor is not None and tensor.device != emissions.device:
@@ -551,10 +611,6 @@ def _check_tags(tags: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _check_transitions(transitions: Tensor | Transitions, classes: int) -> Tensor:
-    if not isinstance(transitions, (Tensor, Transitions)):
-        raise TypeError(
-            f"transitions must be a [K, K] tensor or Transitions, got {type(transitions).__name__}"
-        )
     table, _ = _parts(transitions)
     if not table.is_floating_point():
         raise TypeError(f"transitions must be floating point, got {table.dtype}")
@@ -577,15 +633,23 @@ def _check_mask(mask: Tensor, shape: tuple[int, int]) -> None:
         raise ValueError("mask must be True on a prefix of each row: move padding to the end")
 
 
-def _check_tag_weight(tag_weight: Tensor, classes: int) -> None:
+def _check_tag_weight(tag_weight: Tensor, classes: int | None, work: torch.dtype) -> None:
+    """Check ``[K]`` weights, for any K if None, as they are in the working dtype."""
     if not tag_weight.is_floating_point():
         raise TypeError(f"tag_weight must be floating point, got {tag_weight.dtype}")
-    if tag_weight.shape != (classes,):
-        raise ValueError(f"tag_weight must have shape ({classes},), got {tuple(tag_weight.shape)}")
+    shape = tuple(tag_weight.shape)
+    if classes is None and len(shape) != 1:
+        raise ValueError(f"tag_weight must have shape [K], got {shape}")
+    if classes is not None and shape != (classes,):
+        raise ValueError(f"tag_weight must have shape ({classes},), got {shape}")
     if tag_weight.requires_grad:
         raise ValueError("tag_weight is a constant of the loss: pass tag_weight.detach()")
-    if not bool(((tag_weight > 0) & (tag_weight < math.inf)).all()):
-        raise ValueError("tag_weight must be finite and positive: mask positions out instead")
+    weight = tag_weight.to(work)
+    if not bool(((weight > 0) & (weight < math.inf)).all()):
+        raise ValueError(
+            f"tag_weight must be finite and positive in {work}, the precision of the work: "
+            "rescale it, or mask positions out instead"
+        )
 
 
 def _valid_tags(tags: Tensor, mask: Tensor | None, classes: int) -> Tensor:
@@ -631,6 +695,7 @@ def _loss(
     options: _Options,
     generator: torch.Generator | None,
 ) -> Tensor:
+    _check_types(emissions, tags, transitions, mask, tag_weight, generator)
     work = _work_dtype(emissions.dtype)
     batch = _checked_batch(emissions, tags, transitions, mask, tag_weight, work)
     dtype = _result_dtype(emissions)
@@ -655,6 +720,8 @@ def _positions(
     """Losses over positions, ``[B]``: a multi-class loss each, given the gold tag before."""
     # The offset is not needed: a constant changes neither centred scores nor margins.
     table, offset = _parts(transitions)
+    if offset is None:  # a table in half precision would add up its gradient in that
+        table = table.to(torch.promote_types(table.dtype, emissions.dtype))
     before = F.embedding(batch.tags[:, :-1], table, sparse=offset is not None)  # [B, T-1, K]
     later = emissions[:, 1:] + before.to(emissions.dtype)
     scores = torch.cat([emissions[:, :1], later], 1)
@@ -763,7 +830,9 @@ def _propose(batch: _Batch, options: _Options, generator: torch.Generator | None
     draws = torch.randint(batch.classes, shape, generator=generator, device=device)
     if options.proposal == "uniform":
         return draws
-    kept = torch.rand(shape, generator=generator, device=device) < _keep(batch, options)[..., None]
+    # Not torch's default dtype: with the 8 bits of bfloat16 the chances would be others.
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+    kept = uniform < _keep(batch, options)[..., None]
     return torch.where(kept, batch.tags[:, :, None], draws)
 
 
@@ -849,8 +918,10 @@ class _SampledLoss(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         terms = _terms(_Chain(emissions, table, centre), batch, samples, options)
-        ctx.save_for_backward(terms.coefficient, samples)
-        ctx.batch, ctx.options = batch, options  # type: ignore[attr-defined]
+        # Tags and mask may be the caller's own: saved ones are refused if overwritten since.
+        saved = (terms.coefficient, samples, batch.tags, batch.mask)
+        ctx.save_for_backward(*saved)  # type: ignore[arg-type]
+        ctx.classes, ctx.options = batch.classes, options  # type: ignore[attr-defined]
         ctx.dtype = table.dtype  # type: ignore[attr-defined]
         ctx.offset_dtype = None if offset is None else offset.dtype  # type: ignore[attr-defined]
         return terms.value.mean(2).sum(1)
@@ -862,8 +933,8 @@ class _SampledLoss(torch.autograd.Function):
                 "the sampled structured_linear_core_loss has no second derivatives "
                 "(create_graph=True): use method='exact' on a small problem"
             )
-        coefficient, samples = ctx.saved_tensors
-        batch, options = ctx.batch, ctx.options
+        coefficient, samples, tags, mask = ctx.saved_tensors
+        batch, options = _Gold(tags, mask, ctx.classes), ctx.options
         coefficient = coefficient * (upstream / samples.shape[2])[:, None, None]
         for_emissions, for_table, for_offset, *_ = ctx.needs_input_grad
         emission = table = offset = None
@@ -871,10 +942,13 @@ class _SampledLoss(torch.autograd.Function):
             emission = _emission_gradient(coefficient, samples, batch, options)
         if for_table or for_offset:
             pairs = _pairs(coefficient, samples, batch, options)
-            pairs = pairs._replace(values=pairs.values.to(ctx.dtype))
+            # A dense gradient adds up in the wider dtype and rounds once, at the end.
+            dense = ctx.offset_dtype is None
+            wide = torch.promote_types(pairs.values.dtype, ctx.dtype) if dense else ctx.dtype
+            pairs = pairs._replace(values=pairs.values.to(wide))
             constant = _constant(pairs, batch, options)
-            if ctx.offset_dtype is None:
-                table = _dense_gradient(pairs, constant, batch.classes)
+            if dense:
+                table = _dense_gradient(pairs, constant, batch.classes).to(ctx.dtype)
             else:
                 table = _sparse_gradient(pairs, batch.classes)
                 offset = None if constant is None else -constant.to(ctx.offset_dtype)
@@ -882,7 +956,7 @@ class _SampledLoss(torch.autograd.Function):
 
 
 def _emission_gradient(
-    coefficient: Tensor, samples: Tensor, batch: _Batch, options: _Options
+    coefficient: Tensor, samples: Tensor, batch: _Batch | _Gold, options: _Options
 ) -> Tensor:
     """``Σ_s c_s·D_s`` by the emissions, ``[B, T, K]``, for ``c`` of ``[B, 1 or T, S]``."""
     values = _at_positions(coefficient, samples, batch)
@@ -895,7 +969,7 @@ def _emission_gradient(
     return gradient.scatter_add_(2, samples, values)
 
 
-def _at_positions(coefficient: Tensor, samples: Tensor, batch: _Batch) -> Tensor:
+def _at_positions(coefficient: Tensor, samples: Tensor, batch: _Batch | _Gold) -> Tensor:
     """The coefficients of every position, ``[B, T, S]``, 0 where masked (a NaN as well)."""
     values = coefficient.expand(samples.shape)
     return values if batch.mask is None else torch.where(batch.mask[:, :, None], values, 0)
@@ -909,7 +983,9 @@ class _Pairs(NamedTuple):
     values: Tensor  # [n]
 
 
-def _pairs(coefficient: Tensor, samples: Tensor, batch: _Batch, options: _Options) -> _Pairs:
+def _pairs(
+    coefficient: Tensor, samples: Tensor, batch: _Batch | _Gold, options: _Options
+) -> _Pairs:
     """``Σ_s c_s·D_s`` by the table, but for the part of ``∇h̄``, which ``_constant`` gives."""
     tags = batch.tags[:, :, None]
     before = (samples if options.over == "sequences" else tags.expand(samples.shape))[:, :-1]
@@ -921,7 +997,7 @@ def _pairs(coefficient: Tensor, samples: Tensor, batch: _Batch, options: _Option
     return _Pairs(before.reshape(-1), after.reshape(-1), values.reshape(-1))
 
 
-def _constant(pairs: _Pairs, batch: _Batch, options: _Options) -> Tensor | None:
+def _constant(pairs: _Pairs, batch: _Batch | _Gold, options: _Options) -> Tensor | None:
     """What ``∇h̄`` takes from each of the K² entries, ``[]`` float64; None in the sum form."""
     if options.form == "sum":
         return None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
+from functools import cache
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 # Sums of a table are made block by block: a whole one in float64 would double its memory.
 BLOCK = 2**20
+
+TABLE_DTYPES = (torch.float32, torch.float64)
 
 
 class Transitions(nn.Module):
@@ -41,10 +48,14 @@ class Transitions(nn.Module):
     **The mean** is kept as a running sum in float64. ``apply_gradient`` updates it; it is made
     afresh, in O(K²), whenever something else changed the table (an optimiser, a loaded state, an
     edit, a conversion), and after as many updates as the table has entries, so that rounding does
-    not pile up. An edit through ``table.data`` leaves no trace: call ``refresh`` after it.
+    not pile up. The steps of fused optimisers, which torch's version counter misses, are seen by a
+    hook on all optimisers, set when the first ``Transitions`` is made. Edits through
+    ``table.data``, through a NumPy array that shares the memory, or by ``torch._fused_*`` functions
+    called directly leave no trace: call ``refresh`` after them.
 
     Raises:
-        TypeError: a table that is not float32 or float64.
+        TypeError: classes not an integer, a table that is no dense tensor, or not float32 or
+            float64.
         ValueError: fewer than 2 classes, or a table of another shape.
 
     Example:
@@ -61,8 +72,9 @@ class Transitions(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if classes < 2:
-            raise ValueError(f"classes must be at least 2, got {classes}")
+        classes = _class_count(classes)
+        if table is not None:
+            check_tensor("table", table)
         if table is None:
             table = torch.zeros(classes, classes, dtype=dtype, device=device)
         elif table.shape != (classes, classes):
@@ -71,14 +83,17 @@ class Transitions(nn.Module):
             )
         else:
             table = table.detach().to(device=device, dtype=dtype, copy=True).contiguous()
-        if table.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"table must be float32 or float64, got {table.dtype}: torch can't add up sparse "
-                "gradients in others; emissions may be in half precision all the same"
-            )
+        _check_dtype("table", table.dtype)
         self.table = nn.Parameter(table)
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64, device=table.device))
         self.refresh()
+        _watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled ones make a sum of their own."""
+        super().__setstate__(state)
+        self.refresh()
+        _watch(self)
 
     @property
     def classes(self) -> int:
@@ -108,9 +123,11 @@ class Transitions(nn.Module):
 
         Raises:
             ValueError: ``lr`` not finite.
+            TypeError: a table that was converted to half precision.
         """
         if not math.isfinite(lr):
             raise ValueError(f"lr must be finite, got {lr!r}")
+        self.check_dtype()
         if self.table.grad is not None:
             total = self._total if self._seen == self._state() else None
             removed = _descend_(self.table, self.table.grad, lr)
@@ -118,9 +135,18 @@ class Transitions(nn.Module):
             self._total = None
             if total is not None and removed is not None and self._updates < self.table.numel():
                 self._total = total - lr * removed.sum(dtype=torch.float64)
+                self._total += _nan_unless_finite(self.table, self.table.grad)
             self._seen = self._state()
         if self.offset.grad is not None:
             self.offset.sub_(self.offset.grad, alpha=lr)
+
+    def check_dtype(self) -> None:
+        """Refuse a table that was converted to another precision since it was made.
+
+        Raises:
+            TypeError: a table that is not float32 or float64.
+        """
+        _check_dtype("the table of Transitions", self.table.dtype)
 
     def _state(self) -> tuple[object, ...]:
         """What differs if anything else has changed the table."""
@@ -141,6 +167,65 @@ class Transitions(nn.Module):
         return f"classes={self.classes}, dtype={self.table.dtype}"
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is not a dense tensor.
+
+    Raises:
+        TypeError: a NumPy array, a list, a sparse tensor, anything else.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(value).__name__}: pass torch.as_tensor({name})"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, got {value.layout}: pass {name}.to_dense()")
+
+
+def _class_count(classes: object) -> int:
+    try:
+        count = operator.index(classes)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"classes must be an integer, got {classes!r}: pass int(classes)") from None
+    if count < 2:
+        raise ValueError(f"classes must be at least 2, got {count}")
+    return count
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in TABLE_DTYPES:
+        raise TypeError(
+            f"{name} must be float32 or float64, got {dtype}: torch can't add up sparse gradients "
+            "in others; convert it with .float(); emissions may be in half precision all the same"
+        )
+
+
+# --- what optimisers change -----------------------------------------------------------------------
+
+_LIVE: WeakSet[Transitions] = WeakSet()
+
+
+def _watch(transitions: Transitions) -> None:
+    """Forget its running sum after each step of an optimiser that holds its table."""
+    _LIVE.add(transitions)
+    _hook_optimizers()
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Once, and not at import: fused steps change parameters, but not their version counters."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    for transitions in list(_LIVE):
+        table = transitions.table
+        if any(p is table for group in optimizer.param_groups for p in group["params"]):
+            transitions.refresh()
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
 def _descend_(table: Tensor, gradient: Tensor, lr: float) -> Tensor | None:
     """``table -= lr·gradient``; return a sparse gradient's values, not summed over duplicates."""
     if gradient.layout == torch.strided:
@@ -153,6 +238,15 @@ def _descend_(table: Tensor, gradient: Tensor, lr: float) -> Tensor | None:
     else:
         table.index_put_((index[0], index[1]), values * -lr, accumulate=True)
     return values
+
+
+def _nan_unless_finite(table: Tensor, gradient: Tensor) -> Tensor:
+    """0 or NaN, ``[]`` float64: whether an entry in the places of a sparse gradient overflowed.
+
+    The sum of the updates, in float64, would not show it. No branch: it would wait for the GPU.
+    """
+    touched = table[tuple(gradient._indices())]  # pairs [n], or rows [n, K]
+    return (touched - touched).sum(dtype=torch.float64)
 
 
 def _total(table: Tensor) -> Tensor:

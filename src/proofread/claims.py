@@ -423,6 +423,8 @@ class Ruling:
             )
         if claim.scale and claim.scale.stand_in:
             rows.append(("stand-in", claim.scale.stand_in))
+        if claim.amended:
+            rows.append(("amended", claim.amended))
         return rows
 
     def _repr_html_(self) -> str:

@@ -287,6 +287,8 @@ def _headline(entry: Entry) -> list[tuple[str, nodes.Node | str]]:
     ]
     if entry.verdict != "verified":
         facts.append(("why", entry.record["reason"]))
+    if claim.amended:
+        facts.append(("amended", claim.amended))
     return facts
 
 

@@ -31,6 +31,7 @@ def test_quick_run_records_steps_curves_and_machine(benchmark, tmp_path: Path, c
     curves, larger = (reports.tagging_record(tags, tmp_path) for tags in (20, 30))
     assert {run["method"] for run in curves["runs"]} == set(METHODS)
     rates = [{run["method"]: run["lr"] for run in each["runs"]} for each in (curves, larger)]
+    del rates[0]["constrained_positions"]  # left out at the larger size
     assert rates[0] == rates[1]
     assert set(curves["references"]) == {"best from the word alone", "true model"}
     assert str(Path.home()) not in json.dumps([record, curves])

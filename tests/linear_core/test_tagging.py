@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -129,8 +130,15 @@ def test_references_come_from_the_model():
     words = [task.model.word_only_accuracy() for task in tasks]
     assert found["best from the word alone"] == pytest.approx(np.mean(words))
     assert found["true model"] >= found["best from the word alone"] - 0.15
-    with pytest.raises(ValueError, match="knows its model"):
-        tiny().references()
+
+
+def test_without_a_model_the_reference_is_the_most_frequent_tag():
+    """Words 0, 1, 2 have tags 0, 1, 1 in training; the mask hides the second word of the first."""
+    assert tiny().references() == {"most frequent tag of the word": 1.0}
+    masked = tiny([[True, False], [True, True]])  # word 1 is unseen: its first tag, 0, but masked
+    assert mean_references([masked, tiny()]) == {"most frequent tag of the word": 1.0}
+    task = dataclasses.replace(tiny(), tags=torch.tensor([[1, 1], [1, 0]]))  # word 0: once each way
+    assert task.references() == {"most frequent tag of the word": 1.0}
 
 
 def test_final_accuracies_keep_the_order_of_seeds():

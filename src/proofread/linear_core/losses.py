@@ -78,6 +78,11 @@ def linear_core_loss(
         or float32 for half-precision logits under autocast (as for cross-entropy). The mean over
         nothing is NaN, with zero gradients.
 
+    **Which form.** The constrained form carries the linear consistency bound, for a complete set of
+    scores. A clear winner needs a score of the order of ``K·core`` there, so with many classes, or
+    a small network, it underfits where ``form="sum"`` does not. The sum form has no linear bound
+    for K ≥ 3, and trains about as cross-entropy does: try it first for accuracy on clean labels.
+
     The loss is a sum over K - 1 classes: at equal logits it is ``(K-1)·Φ(0)``. In float16 it
     overflows to ``inf`` from K = 32,753 or so (its gradient does not): use autocast or float32
     logits there.

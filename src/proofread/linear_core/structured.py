@@ -140,7 +140,7 @@ def structured_linear_core_loss(
     **Which form.** Take the constrained one where the linear bound matters and the scores are rich:
     in the core its gradient only counts, and on the chapter's synthetic task of 100 tags it gets no
     further than the best tagger that looks at words alone. Take the sum form to train a chain: over
-    positions it gets as far there as the structured SVM.
+    positions it gets nearly as far there as the structured SVM.
 
     Within the core (all ``|h̃| ≤ τ``) the gradient of the constrained average over sequences is
     linear in the tags' counts: emissions get ``(w/K)·(1/K - [a = y_t])``, and the table a row part

@@ -271,12 +271,12 @@ def time_table(record: Mapping[str, Any], target: float) -> Table:
         cells = (f"{100 * mean[0]:.1f}", final, reached[0] if reached else "not reached")
         rows.append((METHODS[method].name, *cells, f"{steps:,.0f}", f"{runs[0]['lr']:g}"))
     first, last_mark = (f"{mark:g} s" for mark in (marks[0], marks[-1]))
-    reach = f"{100 * target:g} % after"
-    shares = f"tags right % after {first}", f"after {last_mark}"
+    reach = f"{100 * target:g} % by"
+    shares = f"% at {first}", f"% at {last_mark}"
     columns = ("method", *shares, reach, "steps", "learning rate")
     machine = record["environment"]
     note = (
-        f"recorded; means over {len(runs)} synthetic languages with {record['tags']:,} tags, "
+        f"tags right on test sentences; recorded; means over {len(runs)} synthetic languages with {record['tags']:,} tags, "
         f"stand-in for the Penn Treebank; {machine['threads']} thread ({machine['instructions']})"
     )
     return Table(columns, rows, note)

@@ -276,7 +276,8 @@ def time_table(record: Mapping[str, Any], target: float) -> Table:
     columns = ("method", *shares, reach, "steps", "learning rate")
     machine = record["environment"]
     note = (
-        f"tags right on test sentences; recorded; means over {len(runs)} synthetic languages with {record['tags']:,} tags, "
+        "tags right on test sentences; recorded; "
+        f"means over {len(runs)} synthetic languages with {record['tags']:,} tags, "
         f"stand-in for the Penn Treebank; {machine['threads']} thread ({machine['instructions']})"
     )
     return Table(columns, rows, note)

@@ -1,0 +1,1 @@
+"""Low-dimensional spectra from neural collapse: closed forms, curvature operators, eigensolvers."""

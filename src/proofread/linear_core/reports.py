@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..checkout import find_in_checkout
 from ..claims import Span
+from ..recordings import recorded
 from ..stats import Estimate, fit_exponent, mean_interval, paired_difference
 from ..tables import Table
 from .multiclass import SumCounterexample, TwoSidedRatios
@@ -110,8 +109,8 @@ def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table
     Raises:
         FileNotFoundError: nothing is recorded there; the message names the remedy.
     """
-    result = _recorded("linear_core.json", folder)
-    machine = _recorded("environment.json", folder)
+    result = recorded("linear_core.json", folder)
+    machine = recorded("environment.json", folder)
     cases = [case for case in result["cases"] if case["dtype"] == dtype]
     names = list(dict.fromkeys(name for case in cases for name in case["times_ours"]))
     rows = [(name, *(_ratio(case, name) for case in cases)) for name in names]
@@ -125,31 +124,14 @@ def benchmark_table(folder: Path | None = None, dtype: str = "float32") -> Table
     return Table(("contender", *shapes), rows, note)
 
 
-def kernel_table(folder: Path | None = None) -> Table:
-    """What the Triton kernel takes on each GPU generation, compiled ahead of time.
-
-    Raises:
-        FileNotFoundError: nothing is recorded there; the message names the remedy.
-    """
-    rows = []
-    for kernel in _recorded("linear_core_kernels.json", folder):
-        spills = kernel["spill_stores_bytes"] + kernel["spill_loads_bytes"]
-        widest = [max(map(int, kernel[key])) for key in ("global_loads", "global_stores")]
-        facts = (kernel["registers"], spills, kernel["shared_bytes"], kernel["instructions"])
-        rows.append((kernel["kernel"], f"sm_{kernel['capability']}", *facts, *widest))
-    columns = ("kernel", "GPU", "registers", "spilled bytes", "shared bytes", "instructions")
-    note = "compiled ahead of time, run on no GPU; registers are per thread, widths in bits"
-    return Table((*columns, "widest load", "widest store"), rows, note)
-
-
 def fused_table(folder: Path | None = None) -> Table:
     """Recorded times and peak memory of the fused linear loss and its peers.
 
     Raises:
         FileNotFoundError: nothing is recorded there; the message names the remedy.
     """
-    cases = _recorded("linear_core_fused.json", folder)["cases"]
-    machine = _recorded("environment.json", folder)
+    cases = recorded("linear_core_fused.json", folder)["cases"]
+    machine = recorded("environment.json", folder)
     names = list(dict.fromkeys(name for case in cases for name in case["peak_megabytes"]))
     names.sort(key=lambda name: "fused" not in name)  # ours first, otherwise as recorded
     rows = []
@@ -177,7 +159,7 @@ def structured_record(folder: Path | None = None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: nothing is recorded; the message names the remedy.
     """
-    found: dict[str, Any] = _recorded("linear_core_structured.json", folder)
+    found: dict[str, Any] = recorded("linear_core_structured.json", folder)
     return found
 
 
@@ -187,7 +169,7 @@ def tagging_record(tags: int, folder: Path | None = None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: nothing is recorded; the message names the remedy.
     """
-    found: dict[str, Any] = _recorded(f"linear_core_tagging_{tags}.json", folder)
+    found: dict[str, Any] = recorded(f"linear_core_tagging_{tags}.json", folder)
     return found
 
 
@@ -292,14 +274,6 @@ def tagging_table(curves: Sequence[Curve], note: str) -> Table:
         interval = f"{a.value:.1f} [{a.low:.1f}, {a.high:.1f}]"
         rows.append((METHODS[method].name, interval, f"{rates[method]:g}", a.n))
     return Table(("method", "tags right %", "learning rate", "languages"), rows, note)
-
-
-def _recorded(name: str, folder: Path | None) -> Any:
-    try:
-        folder = folder or find_in_checkout("benchmarks/results")
-        return json.loads((folder / name).read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error.filename or error}: run `make bench`") from error
 
 
 def _ratio(case: dict[str, Any], name: str) -> str:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
 from .collapse import collapse_metrics
+from .directions import collapse_directions
+from .eigensolvers import Eigenpairs, SpectralDensity, spectral_density, top_eigenpairs
+from .model import UnconstrainedFeatureModel
 from .networks import HEAD, Checkpoint, Recipe, cnn, head_layers, later_layers, mlp, train_networks
-from .study import NetworksStudy, study_networks
+from .operators import CurvatureOperator, hessian, layer_hessian
+from .optimum import collapsed_optimum
+from .study import NetworksStudy, study_layer, study_networks
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,31 @@ def train_perceptrons(
 
 
 def train_convolutional(
-    x: Tensor, y: Tensor, recipe: Recipe, *, seeds: Sequence[int], width: int = 48, early: int = 5
+    x: Tensor,
+    y: Tensor,
+    recipe: Recipe,
+    *,
+    seeds: Sequence[int],
+    width: int = 48,
+    checkpoints: Sequence[int] = (5,),
 ) -> dict[str, Case]:
-    """Train the convolutional network with a linear head; arguments and result as for
-    :func:`train_perceptrons`, with square pictures as inputs."""
+    """Train the convolutional network with a linear head, on square pictures.
+
+    Arguments as for :func:`train_perceptrons`. The networks are kept at each of the checkpoints,
+    by names that end in the epoch, and at the end. The head alone is studied.
+    """
     sizes = {"body": (width,), "head": (width, width)}
     make = partial(_seeded, cnn, round(x.shape[1] ** 0.5), int(y.max()) + 1, sizes)
-    return _train("convolutional", make, x, y, recipe, seeds, [early])
+    return _train("convolutional", make, x, y, recipe, seeds, checkpoints, control=True)
+
+
+def train_perceptron(
+    x: Tensor, y: Tensor, recipe: Recipe, *, seeds: Sequence[int], width: int, relu: bool = False
+) -> Case:
+    """One kind of perceptron at the end of its training; its head is studied."""
+    sizes = {"body": (width, width), "head": (width, width), "relu_head": relu}
+    make = partial(_seeded, mlp, x.shape[1], int(y.max()) + 1, sizes)
+    return _train("", make, x, y, recipe, seeds, [], control=True)[""]
 
 
 def _train(name, make, x, y, recipe, seeds, marks, control=False):  # type: ignore[no-untyped-def]
@@ -121,7 +146,8 @@ def _train(name, make, x, y, recipe, seeds, marks, control=False):  # type: igno
         final = checkpoint is training.final
         chosen = later_layers if final and not control else head_layers
         layers = tuple(chosen(checkpoint.networks[0]))
-        cases[name if final else f"{name}, early"] = Case(checkpoint, recipe, x, y, layers)
+        tag = "early" if len(marks) == 1 else f"epoch {checkpoint.epoch}"
+        cases[name if final else f"{name}, {tag}"] = Case(checkpoint, recipe, x, y, layers)
     return cases
 
 
@@ -141,3 +167,94 @@ def over_head(study: NetworksStudy, name: str) -> NDArray[np.float64]:
     """A measured quantity over the layers of the head: ``[seeds, layers]``."""
     chosen = [at for at, layer in enumerate(study.layers) if layer.startswith(HEAD)]
     return study.values(name)[:, chosen]
+
+
+def model_residual(n_classes: int, width: int) -> float:
+    """``residual_single`` at the linear model's optimum, worst of three layers, nine decimals."""
+    optimum = collapsed_optimum(n_classes, 5, 3, 1e-3, 1e-3, width)
+    model = UnconstrainedFeatureModel(n_classes, 5, 3, width)
+    model.load_optimum(optimum, seed=0)
+    x, y = model.features.detach(), model.targets()
+    layers = [f"layers.{number}" for number in range(3)]
+    worst = max(study_layer(model, layer, x, y).residual_single for layer in layers)
+    return round(worst, 9)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the head's layers show along training.
+
+    Attributes:
+        epochs: ``[C]`` epochs trained.
+        nc1: ``[C, S, L]`` of what each layer of the head reads.
+        overlap: ``[C, S, L]``.
+        gap: ``[C, S, L]``.
+    """
+
+    epochs: NDArray[np.int64]
+    nc1: NDArray[np.float64]
+    overlap: NDArray[np.float64]
+    gap: NDArray[np.float64]
+
+
+def progress_of(cases: Mapping[str, Case], studies: Mapping[str, NetworksStudy]) -> Progress:
+    """Line up studies of one training's checkpoints by epoch."""
+    order = sorted(cases, key=lambda name: cases[name].checkpoint.epoch)
+    epochs = np.array([cases[name].checkpoint.epoch for name in order])
+    columns = [np.stack([over_head(studies[name], q) for name in order]) for q in PROGRESS]
+    return Progress(epochs, *columns)
+
+
+PROGRESS = ("nc1", "overlap", "gap")
+
+
+class SolverRun(NamedTuple):
+    """What it took to find K² eigenpairs of a layer Hessian.
+
+    - ``case``: name of the networks
+    - ``start``: ``"random"``, ``"class means"`` or ``"SciPy eigsh"``
+    - ``applications``: columns multiplied
+    - ``residual``: largest ``‖Hv − λv‖ / λ_1``, of the vectors returned
+    - ``unresolved``: whether the solver says that K² cuts through a cluster; None for SciPy
+    """
+
+    case: str
+    start: str
+    applications: int
+    residual: float
+    unresolved: bool | None
+
+
+def solver_runs(cases: Mapping[str, Case], layer: str, tol: float = 1e-3) -> list[SolverRun]:
+    """Top K² eigenpairs of one layer Hessian of each case's first network, by three routes."""
+    runs = []
+    for name, case in cases.items():
+        arguments = (case.networks[0], layer, case.x, case.y)
+        k = (int(case.y.max()) + 1) ** 2
+        means = collapse_directions(*arguments, allow_deficient=True)
+        for start, vectors in (("random", None), ("class means", means)):
+            operator = layer_hessian(*arguments, case.recipe.loss)
+            pairs = top_eigenpairs(operator, k, start=vectors, tol=tol)
+            found = (operator.applications, _residual(operator, pairs.values, pairs.vectors))
+            runs.append(SolverRun(name, start, *found, pairs.unresolved))
+        operator = layer_hessian(*arguments, case.recipe.loss)
+        v0 = np.random.default_rng(0).standard_normal(operator.shape[0])
+        values, found_vectors = eigsh(operator.to_scipy(), k=k, which="LM", v0=v0)
+        spent = operator.applications
+        vectors = torch.from_numpy(found_vectors)
+        residual = _residual(operator, torch.from_numpy(values), vectors)
+        runs.append(SolverRun(name, "SciPy eigsh", spent, residual, None))
+    return runs
+
+
+def _residual(operator: CurvatureOperator, values: Tensor, vectors: Tensor) -> float:
+    image = operator.matmat(vectors)
+    return float((image - values * vectors).norm(dim=0).max() / values.abs().max())
+
+
+def full_spectrum(case: Case, k: int) -> tuple[Eigenpairs, SpectralDensity]:
+    """Top k eigenpairs of the Hessian over all weights of the first network, and the density of the
+    rest."""
+    operator = hessian(case.networks[0], case.x, case.y, case.recipe.loss)
+    pairs = top_eigenpairs(operator, k, which="LA", block_size=4)
+    return pairs, spectral_density(operator, n_probes=4, steps=40, deflate=pairs)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .cases import Case
+from .cases import Case, Progress
 from .dynamics import Trajectories
+from .eigensolvers import Eigenpairs, SpectralDensity
 from .identities import Configuration, Splitting, full_hessian, layer_hessian, point
 from .operators import layer_hessian as layer_operator
 from .optimum import CollapsedOptimum, Spectrum
-from .reports import outlier_counts
+from .reports import CEILING, outlier_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -182,4 +183,39 @@ def draw_layer_histograms(cases: Mapping[str, Case], layer: str) -> Figure:
         axes.text(between * 1.4, 900, "100 →", size="small", ha="left")
         axes.set(xscale="log", yscale="log", ylim=(0.7, 3000), xticks=[1e-8, 1e-6, 1e-4, 1e-2, 1])
         axes.set(xlabel=f"eigenvalue, {name}", ylabel="number of eigenvalues")
+    return fig
+
+
+def draw_progress(found: Progress) -> Figure:
+    """NC1, overlap and gap of the head's layers along training, means over the seeds."""
+    from ..plotting import figure
+
+    fig, panels = figure(ncols=3, height=2.9)
+    gap = np.exp(np.log(np.minimum(found.gap, CEILING)).mean(1))
+    drawn = ((found.nc1.mean(1), "NC1"), (found.overlap.mean(1), "overlap"), (gap, "λ₁₀₀ / λ₁₀₁"))
+    for axes, (values, name) in zip(panels, drawn, strict=True):
+        for layer in range(values.shape[1]):
+            axes.plot(found.epochs, values[:, layer], label=f"head {layer + 1}")
+        axes.set(xlabel="epochs", ylabel=name, xscale="log")
+        axes.set(yscale="linear" if name == "overlap" else "log")
+        axes.set_xticks(found.epochs, [str(epoch) for epoch in found.epochs])
+        axes.minorticks_off()
+    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return fig
+
+
+def draw_full_spectrum(leading: Eigenpairs, density: SpectralDensity) -> Figure:
+    """Leading eigenvalues of the Hessian over all weights, and the density of the rest."""
+    from ..plotting import figure
+
+    fig, (left, right) = figure(ncols=2, height=3.0)
+    values = leading.values.numpy()
+    left.semilogy(np.arange(1, len(values) + 1), values, marker="", label="eigenvalue")
+    for level in (10, 100):
+        left.axvline(level + 0.5, color="0.4", linestyle=":", marker="", linewidth=1.0)
+    left.set(xlabel="number", ylabel="eigenvalue", xscale="log")
+    grid, height = density.grid.numpy(), density.density.numpy()
+    inside = np.abs(grid) < values[-1]
+    right.semilogy(grid[inside], np.clip(height[inside], 1e-3, None), marker="", linestyle="-")
+    right.set(xlabel="eigenvalue", ylabel="density of the rest")
     return fig

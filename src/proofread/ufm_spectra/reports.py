@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,9 @@ import torch
 from ..stats import Estimate, mean_interval
 from ..tables import Table
 from . import identities
-from .cases import Case, over_head
+from .cases import Case, SolverRun, over_head
 from .dynamics import Trajectories
+from .eigensolvers import Eigenpairs
 from .identities import Configuration
 from .model import minimise
 from .optimum import collapsed_optimum, gain_enclosure
@@ -212,3 +213,33 @@ def _ratio_text(ratios: np.ndarray) -> str:
 
 def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+# --- curvature ------------------------------------------------------------------------------------
+
+
+def solver_table(runs: Sequence[SolverRun], note: str) -> Table:
+    """Operator applications and residuals by case and start."""
+    rows = [
+        (
+            run.case,
+            run.start,
+            run.applications,
+            "< 1e-3" if run.residual < 1e-3 else f"{run.residual:.1e}",
+            {True: "no gap at k", False: "resolved", None: "not said"}[run.unresolved],
+        )
+        for run in runs
+    ]
+    columns = ("network", "start", "applications", "residual / λ₁", "the solver says")
+    return Table(columns, rows, f"{note}; k = 100, second layer of the head, one seed")
+
+
+def full_table(leading: Eigenpairs, note: str) -> Table:
+    """Ratios of successive eigenvalues of the full Hessian where the model has its gaps."""
+    values = leading.values
+    rows = [
+        (k, f"{float(values[k - 1]):.2g}", f"{float(values[k - 1] / values[k]):.2f}")
+        for k in (1, 10, 55, 100)
+    ]
+    columns = ("k", "λ_k", "λ_k / λ_{k+1}")
+    return Table(columns, rows, f"{note}; Hessian over all weights, one seed")

@@ -33,8 +33,8 @@ from .operators import (
 )
 from .products import gauss_newton_product
 
-TOLERANCE = 1e-6  # of the eigenpairs' residuals, in units of the largest eigenvalue
-CONV_BLOCK = 16  # columns of the eigensolver's blocks at a convolution
+TOLERANCE = 1e-5  # of the eigenpairs' residuals, in units of the largest eigenvalue
+LINEAR_BLOCK, CONV_BLOCK = 8, 16  # columns of a block: cheap products pay for wider ones
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def _eigenpairs(
     operator: CurvatureOperator, k: int, network: nn.Module, layer: str
 ) -> tuple[Tensor, Tensor, float]:
     # A convolution's Jacobians are written out and read once a block: wide blocks pay there.
-    block = CONV_BLOCK if isinstance(network.get_submodule(layer), nn.Conv2d) else None
+    conv = isinstance(network.get_submodule(layer), nn.Conv2d)
+    block = min(CONV_BLOCK if conv else LINEAR_BLOCK, operator.shape[0])
     pairs = top_eigenpairs(operator, k, tol=TOLERANCE, which="LA", block_size=block)
     residual = float(pairs.residuals.max() / pairs.values[0])
     if not pairs.converged:
@@ -410,7 +411,8 @@ def random_features_share(
     generator = torch.Generator().manual_seed(seed)
     backward = torch.randn(n_samples, n_classes, n_out, generator=generator, dtype=torch.float64)
     features = torch.randn(n_samples, n_in, generator=generator, dtype=torch.float64)
-    pairs = top_eigenpairs(_factored(backward, features), n_classes**2, tol=1e-2, which="LA")
+    operator, block = _factored(backward, features), min(CONV_BLOCK, n_in * n_out)
+    pairs = top_eigenpairs(operator, n_classes**2, tol=1e-2, which="LA", block_size=block)
     if not pairs.converged:
         raise ArithmeticError("the eigensolver did not converge on the random matrix")
     squares = features.square().sum(1) * backward.square().sum((1, 2))

@@ -82,15 +82,6 @@ def test_benchmark_table(tmp_path: Path) -> None:
     assert table.rows == [("peer", "1.50 [1.25, 2.00]")]
 
 
-def test_kernel_table(tmp_path: Path) -> None:
-    kernel = {"kernel": "exponential fp32", "capability": 90, "registers": 64, "shared_bytes": 128}
-    kernel |= {"spill_stores_bytes": 4, "spill_loads_bytes": 8, "instructions": 1170}
-    kernel |= {"global_loads": {"64": 1, "128": 8}, "global_stores": {"32": 1, "128": 8}}
-    (tmp_path / "linear_core_kernels.json").write_text(json.dumps([kernel]))
-    (row,) = reports.kernel_table(tmp_path).rows
-    assert row == ("exponential fp32", "sm_90", 64, 12, 128, 1170, 128, 128)
-
-
 def test_benchmark_table_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make bench"):
         reports.benchmark_table(tmp_path)

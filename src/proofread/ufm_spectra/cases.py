@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -79,35 +79,49 @@ def train_perceptrons(
     x: Tensor,
     y: Tensor,
     shuffled: Tensor,
-    recipe: Recipe,
+    recipes: tuple[Recipe, Recipe],
     *,
     seeds: Sequence[int],
     width: int = 48,
-    early: int = 4,
+    checkpoints: Sequence[int] = (4,),
 ) -> dict[str, Case]:
-    """Train the perceptrons that the networks page compares.
+    """Train perceptrons with a linear head, and their controls; the heads are studied.
 
     Args:
         x: ``[N, d]`` inputs.
         y: ``[N]`` their classes.
         shuffled: ``[N]`` the same labels in another order.
-        recipe: the same for all.
+        recipes: for the labels and for the shuffled ones.
         seeds: of the initial weights.
         width: of all layers but the last.
-        early: epochs after which the linear head is kept as a control.
+        checkpoints: epochs after which the networks are kept on the way.
 
     Returns:
-        by name: the linear head, early and at the end, the ReLU head, and the linear head on
-        shuffled labels. In the two controls the head alone is studied, in the others all layers
-        but the first.
+        ``"linear head"``, ``"linear head, epoch …"`` for each checkpoint, and ``"random labels"``.
     """
-    sizes = {"body": (width, width), "head": (width, width)}
-    n_classes = int(y.max()) + 1
-    linear = partial(_seeded, mlp, x.shape[1], n_classes, sizes)
-    relu = partial(_seeded, mlp, x.shape[1], n_classes, sizes | {"relu_head": True})
-    cases = _train("linear head", linear, x, y, recipe, seeds, [early])
-    cases |= _train("ReLU head", relu, x, y, recipe, seeds, [])
-    return cases | _train("random labels", linear, x, shuffled, recipe, seeds, [], control=True)
+    make = _perceptron(x, y, width)
+    cases = _train("linear head", make, x, y, recipes[0], seeds, checkpoints)
+    return cases | _train("random labels", make, x, shuffled, recipes[1], seeds)
+
+
+def train_heads(
+    x: Tensor, y: Tensor, recipe: Recipe, *, seeds: Sequence[int], width: int = 48
+) -> dict[str, Case]:
+    """Train perceptrons with a linear and with a ReLU head; all layers but the first are studied.
+
+    Arguments as for :func:`train_perceptrons`.
+    """
+    cases = _train("linear head", _perceptron(x, y, width), x, y, recipe, seeds)
+    cases |= _train("ReLU head", _perceptron(x, y, width, relu=True), x, y, recipe, seeds)
+    return {
+        name: replace(case, layers=tuple(later_layers(case.networks[0])))
+        for name, case in cases.items()
+    }
+
+
+def _perceptron(x: Tensor, y: Tensor, width: int, relu: bool = False) -> Callable[[int], nn.Module]:
+    sizes = {"body": (width, width), "head": (width, width), "relu_head": relu}
+    return partial(_seeded, mlp, x.shape[1], int(y.max()) + 1, sizes)
 
 
 def train_convolutional(
@@ -126,28 +140,26 @@ def train_convolutional(
     """
     sizes = {"body": (width,), "head": (width, width)}
     make = partial(_seeded, cnn, round(x.shape[1] ** 0.5), int(y.max()) + 1, sizes)
-    return _train("convolutional", make, x, y, recipe, seeds, checkpoints, control=True)
+    return _train("convolutional", make, x, y, recipe, seeds, checkpoints)
 
 
 def train_perceptron(
     x: Tensor, y: Tensor, recipe: Recipe, *, seeds: Sequence[int], width: int, relu: bool = False
 ) -> Case:
     """One kind of perceptron at the end of its training; its head is studied."""
-    sizes = {"body": (width, width), "head": (width, width), "relu_head": relu}
-    make = partial(_seeded, mlp, x.shape[1], int(y.max()) + 1, sizes)
-    return _train("", make, x, y, recipe, seeds, [], control=True)[""]
+    make = _perceptron(x, y, width, relu)
+    return _train("", make, x, y, recipe, seeds)[""]
 
 
-def _train(name, make, x, y, recipe, seeds, marks, control=False):  # type: ignore[no-untyped-def]
-    """The checkpoints of one training, earlier ones as controls."""
+def _train(name, make, x, y, recipe, seeds, marks=()):  # type: ignore[no-untyped-def]
+    """The checkpoints of one training by name; the head is what is studied."""
     training = train_networks(make, x, y, recipe, seeds, checkpoints=marks)
     cases = {}
     for checkpoint in training.checkpoints:
         final = checkpoint is training.final
-        chosen = later_layers if final and not control else head_layers
-        layers = tuple(chosen(checkpoint.networks[0]))
-        tag = "early" if len(marks) == 1 else f"epoch {checkpoint.epoch}"
-        cases[name if final else f"{name}, {tag}"] = Case(checkpoint, recipe, x, y, layers)
+        full_name = name if final else f"{name}, epoch {checkpoint.epoch}"
+        layers = tuple(head_layers(checkpoint.networks[0]))
+        cases[full_name] = Case(checkpoint, recipe, x, y, layers)
     return cases
 
 

@@ -43,8 +43,9 @@ class Eigenpairs:
         applications: columns multiplied by the operator, all of them.
         gap: ``|λ_k| / |λ_{k+1}|`` by Ritz values ("LA": of the values); infinite if the rest is
             zero or there is no rest, NaN if no further Ritz value was computed or the signs differ.
-        unresolved: λ_k and λ_{k+1} are not apart by more than their residuals, so that the last
-            vectors are not determined by the operator: k cuts through a cluster.
+        unresolved: λ_k and λ_{k+1} are not apart by more than their residuals, or by so little that
+            ``subspace_bound`` says nothing: k cuts through a cluster, and the last vectors are not
+            determined by the operator.
         subspace_bound: bound on the sine of the largest angle between the span of ``vectors`` and
             the invariant subspace (Davis & Kahan 1970, the sin Θ theorem): norm of the residual
             matrix over the distance from λ_k to λ_{k+1}, the latter by its Ritz value and residual.
@@ -506,6 +507,7 @@ def _result(search: _Search, k: int, tol: float, verified: bool) -> Eigenpairs:
     gram = (rest @ rest.T).double()
     norm = math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))
     relative = torch.where(residuals == 0, 0.0, residuals / values.abs())
+    bound = norm / distance if distance > 0 else math.inf
     return Eigenpairs(
         values=values,
         vectors=vectors.T.contiguous(),
@@ -514,8 +516,8 @@ def _result(search: _Search, k: int, tol: float, verified: bool) -> Eigenpairs:
         converged=bool(residuals.max() <= tol * largest),
         applications=search.applications,
         gap=gap,
-        unresolved=unresolved,
-        subspace_bound=norm / distance if distance > 0 else math.inf,
+        unresolved=unresolved or bound >= 1,
+        subspace_bound=bound,
         verified=verified,
     )
 

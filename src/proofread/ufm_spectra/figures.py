@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def _draw_objective(axes: Axes, depth: int, product: float, gain: float, colour:
 
     x = np.linspace(0, 1.2, 121)
     axes.plot(x, objective(x), color=colour, marker="", label=f"{product:.2g}")
-    axes.plot([gain], [objective(gain)], "o", color=colour)
+    axes.plot([gain], [float(objective(gain))], "o", color=colour)
 
 
 def _draw_branch(axes: Axes, depth: int, colour: str) -> None:
@@ -57,8 +57,8 @@ def _draw_branch(axes: Axes, depth: int, colour: str) -> None:
         gain = np.linspace(low, high, 60)
         product = gain ** (depth - 1) * (1 - gain) ** (depth + 1)
         label = f"L = {depth}" if line == "-" else None
-        style = {"color": colour, "linestyle": line, "marker": "", "label": label}
-        axes.plot(product ** (1 / (depth + 1)), gain, **style)
+        style: dict[str, Any] = {"color": colour, "linestyle": line, "label": label}
+        axes.plot(product ** (1 / (depth + 1)), gain, marker="", **style)
 
 
 def draw_splitting(found: Splitting) -> Figure:
@@ -115,7 +115,7 @@ def _draw_spectrum(
         at = value / optimum.weight_decay[0]
         if span[0] <= at <= span[1]:
             axes.axvline(at, color="#D55E00", linestyle="--", linewidth=1.0, marker="")
-            style = {"ha": "center", "size": "small", "backgroundcolor": "white"}
+            style: dict[str, Any] = {"ha": "center", "size": "small", "backgroundcolor": "white"}
             axes.text(at, 1.5 * times, f"{times}", **style)
     axes.set(yscale="log", ylim=(0.7, 300), xlim=span)
 
@@ -215,7 +215,6 @@ def draw_full_spectrum(leading: Eigenpairs, density: SpectralDensity) -> Figure:
         left.axvline(level + 0.5, color="0.4", linestyle=":", marker="", linewidth=1.0)
     left.set(xlabel="number", ylabel="eigenvalue", xscale="log")
     grid, height = density.grid.numpy(), density.density.numpy()
-    inside = np.abs(grid) < values[-1]
-    right.semilogy(grid[inside], np.clip(height[inside], 1e-3, None), marker="", linestyle="-")
+    right.semilogy(grid, np.clip(height, 1e-3, None), marker="", linestyle="-")
     right.set(xlabel="eigenvalue", ylabel="density of the rest")
     return fig

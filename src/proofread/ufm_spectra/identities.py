@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class Configuration:
         """A model of these sizes at a random start, without any decay unless ``decayed``."""
         sizes = (self.n_classes, self.n_per_class, self.depth, self.width)
         decays = (self.weight_decay, self.feature_decay) if decayed else (0.0, 0.0)
-        options = {"weight_decay": decays[0], "feature_decay": decays[1]}
+        options: dict[str, Any] = {"weight_decay": decays[0], "feature_decay": decays[1]}
         return UnconstrainedFeatureModel(*sizes, **options, loss=loss, seed=seed, init_scale=scale)
 
     def __str__(self) -> str:
@@ -190,14 +190,14 @@ def _perturbed(weights: Weights, noise: float, seed: int) -> list[Tensor]:
     return [w * (1 + noise * z) for w, z in zip(weights, normal, strict=True)]
 
 
-def unbalanced_distance() -> float:
-    """As :func:`layer_hessian_distance`, at the trained optimum of a problem in which one class
-    of four has twice the samples; the closed form has the same N and K."""
+def unbalanced_distance(counts: Sequence[int] = (8, 4, 4, 4)) -> float:
+    """As :func:`layer_hessian_distance`, at the trained optimum of a problem with these numbers of
+    samples, 20 in all, one class with twice as many as the others; the closed form has N and K."""
     configuration = Configuration(4, 5, 6, 3, 0.004, 0.01)
     optimum = configuration.optimum()
     sizes = (4, 5, 3, 6)
     model = UnconstrainedFeatureModel(
-        *sizes, weight_decay=0.004, feature_decay=0.01, class_counts=(8, 4, 4, 4)
+        *sizes, weight_decay=0.004, feature_decay=0.01, init_scale=3.0, class_counts=counts
     )
     minimise(model, tolerance=1e-6)  # the distance looked for is of order one
     weights, features, targets = _point_of(model)
@@ -213,7 +213,7 @@ def unbalanced_distance() -> float:
 
 
 def _point_of(model: UnconstrainedFeatureModel) -> tuple[list[Tensor], Tensor, Tensor]:
-    weights = [layer.weight.detach() for layer in model.layers]
+    weights = [cast(Tensor, layer.weight).detach() for layer in model.layers]
     targets = torch.nn.functional.one_hot(model.targets(), model.n_classes).T
     return weights, model.features.detach().T, targets.to(weights[0])
 
@@ -400,7 +400,7 @@ class Minimiser(NamedTuple):
 
 
 @functools.cache
-def minimisers(*, scale: float = 2.0, seed: int = 1, decayed: bool = True) -> tuple[Minimiser, ...]:
+def minimisers(*, scale: float = 3.0, seed: int = 1, decayed: bool = True) -> tuple[Minimiser, ...]:
     """L-BFGS from a random start of that scale, for each configuration with d ≥ K."""
     found = []
     for configuration in wide():
@@ -510,7 +510,7 @@ RELU_CONFIGURATIONS = (
 )
 
 
-def relu_rank_share(units: str = "closed", *, last: bool = False) -> float:
+def relu_rank_share(units: Literal["closed", "open"] = "closed", *, last: bool = False) -> float:
     """Smallest rank / K² of a layer Hessian at the ReLU model's collapsed point.
 
     ``units`` says how units at the kink count: ``"closed"`` is PyTorch's derivative 0, ``"open"``

@@ -469,10 +469,17 @@ def _convolve(conv: nn.Conv2d, weight: Tensor, x: Tensor) -> Tensor:
     """One matrix product a network on unfolded patches: vmap's grouped convolution is many times
     slower in float64 on a CPU. ``weight [S, O, C, k, k]``, ``x [S, B, C, H, W]``."""
     options: dict[str, Any] = {"dilation": conv.dilation, "padding": conv.padding}
+    seen = x[:1] if x.stride(0) == 0 else x  # the data themselves are the same for all networks
     # samples and channels as one axis: unfold loops over its first axis alone
-    patches = F.unfold(x.flatten(1, 2), conv.kernel_size, stride=conv.stride, **options)
+    patches = F.unfold(seen.flatten(1, 2), conv.kernel_size, stride=conv.stride, **options)
     columns = patches.unflatten(1, (x.shape[1], -1)).movedim(1, 2).flatten(2)  # [S, Ckk, B·places]
-    out = (weight.flatten(2) @ columns).unflatten(2, (x.shape[1], -1)).movedim(1, 2)
+    flat = weight.flatten(2)  # [S, O, Ckk]
+    out = (
+        (flat.flatten(0, 1) @ columns[0]).view(*flat.shape[:2], -1)
+        if len(seen) < len(x)
+        else flat @ columns
+    )
+    out = out.unflatten(2, (x.shape[1], -1)).movedim(1, 2)  # [S, B, O, places]
     padded = x.shape[3] + 2 * int(conv.padding[0]) - conv.dilation[0] * (conv.kernel_size[0] - 1)
     height = (padded - 1) // conv.stride[0] + 1
     return out.unflatten(3, (height, -1))  # [S, B, O, H', W']

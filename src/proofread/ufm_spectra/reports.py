@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..recordings import recorded
 from ..stats import Estimate, mean_interval
 from ..tables import Table
 from . import identities
@@ -49,7 +52,7 @@ def optimiser_table() -> Table:
     rows = []
     for found in identities.minimisers():
         closed = found.configuration.optimum().objective
-        rows.append((found.configuration, "2", _excess(found.objective, closed)))
+        rows.append((found.configuration, "3", _excess(found.objective, closed)))
     deep = max(identities.wide(), key=lambda c: c.depth)
     model = deep.model(seed=0, scale=1.0)
     minimise(model, tolerance=1e-5)
@@ -139,10 +142,11 @@ def worst(study: NetworksStudy, name: str) -> np.ndarray:
 
 
 def geometric_mean(ratios: np.ndarray) -> Estimate:
-    """Geometric mean of positive ratios, cut at a million, with its 95 % interval."""
+    """Geometric mean of ratios of sorted values, cut at a million, with its 95 % interval; such
+    ratios are at least 1, and so is the interval."""
     logs = mean_interval(np.log(np.minimum(ratios, CEILING)))
-    ends = (math.exp(end) for end in (logs.value, logs.low, logs.high))
-    return Estimate(*ends, logs.n, logs.confidence)
+    value, low, high = map(math.exp, (logs.value, max(logs.low, 0.0), logs.high))
+    return Estimate(value, low, high, logs.n, logs.confidence)
 
 
 def training_table(cases: Mapping[str, Case], note: str) -> Table:
@@ -168,26 +172,21 @@ def training_table(cases: Mapping[str, Case], note: str) -> Table:
     return Table(columns, rows, f"{note}; {len(case.networks)} seeds")
 
 
+AGAINST_MEANS = ("overlap", "overlap_backward", "residual_single")
+
+
 def study_table(studies: Mapping[str, NetworksStudy], note: str) -> Table:
     """Gaps, share of the trace, overlap and residual by layer; means over the seeds."""
     rows = []
     for name, study in studies.items():
         for at, layer in enumerate(study.layers):
-            column = {q: study.values(q)[:, at] for q in ("gap", "class_gap", "share", "overlap")}
-            gaps = [_ratio_text(column[q]) for q in ("gap", "class_gap")]
-            shares = [f"{column['share'].mean():.3f}", _number(column["overlap"].mean())]
-            residual = _number(study.values("residual_single")[:, at].mean())
-            rows.append((name, layer, *gaps, *shares, residual))
-    columns = (
-        "network",
-        "layer",
-        "λ₁₀₀/λ₁₀₁",
-        "λ₁₀/λ₁₁",
-        "share of trace",
-        "overlap",
-        "single residual",
-    )
-    return Table(columns, rows, f"{note}; means over seeds, geometric for ratios")
+            gaps = [_ratio_text(study.values(q)[:, at]) for q in ("gap", "class_gap")]
+            share = f"{study.values('share')[:, at].mean():.3f}"
+            means = [_number(study.values(q)[:, at].mean()) for q in AGAINST_MEANS]
+            rows.append((name, layer, *gaps, share, *means))
+    columns = ("network", "layer", "λ₁₀₀/λ₁₀₁", "λ₁₀/λ₁₁", "share of trace", "overlap")
+    more = ("overlap, backward means", "single residual")
+    return Table((*columns, *more), rows, f"{note}; means over seeds, geometric for ratios")
 
 
 def gradient_table(studies: Mapping[str, NetworksStudy], note: str) -> Table:
@@ -243,3 +242,41 @@ def full_table(leading: Eigenpairs, note: str) -> Table:
     ]
     columns = ("k", "λ_k", "λ_k / λ_{k+1}")
     return Table(columns, rows, f"{note}; Hessian over all weights, one seed")
+
+
+def benchmark_table(folder: Path | None = None) -> Table:
+    """Recorded time of each contender over ours, with residuals and applications.
+
+    Args:
+        folder: holds ``ufm_spectra.json``; by default the checkout's ``benchmarks/results``.
+
+    Raises:
+        FileNotFoundError: nothing is recorded there; the message names the remedy.
+    """
+    result = recorded("ufm_spectra.json", folder)
+    rows = []
+    for case in result["cases"]:
+        for name in case["seconds"]:
+            rows.append((case["name"], name, *_contender(case, name)))
+    machine = result["environment"]
+    columns = ("case", "contender", "ms", "time / ours", "applications", "residual / λ₁")
+    note = (
+        f"medians [min, max] of interleaved runs, {machine['threads']} thread, "
+        f"{machine['machine']} ({machine['instructions']}), torch {machine['packages']['torch']}"
+    )
+    return Table(columns, rows, note)
+
+
+def _contender(case: dict[str, Any], name: str) -> tuple[str, ...]:
+    ratio = case["times_ours"].get(name)
+    times = (
+        "1" if ratio is None else f"{ratio['median']:.2g} [{ratio['min']:.2g}, {ratio['max']:.2g}]"
+    )
+    spent = case.get("applications", {}).get(name)
+    residual = case.get("residual", {}).get(name)
+    return (
+        f"{1e3 * case['seconds'][name]['median']:.3g}",
+        times,
+        "–" if spent is None else "not told" if spent < 0 else f"{spent}",
+        "–" if residual is None else f"{residual:.0e}",
+    )

@@ -89,6 +89,7 @@ def test_pages_tables_and_figures(perceptrons) -> None:  # type: ignore[no-untyp
 
 def test_model_residual_is_zero_at_the_optimum() -> None:
     assert cases.model_residual(3, 5) == 0.0
+    assert cases.model_gap(3, 5) == 1e6
 
 
 def test_solver_runs_agree_on_what_they_count(perceptrons) -> None:  # type: ignore[no-untyped-def]

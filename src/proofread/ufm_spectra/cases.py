@@ -20,7 +20,7 @@ from .model import UnconstrainedFeatureModel
 from .networks import HEAD, Checkpoint, Recipe, cnn, head_layers, later_layers, mlp, train_networks
 from .operators import CurvatureOperator, hessian, layer_hessian
 from .optimum import collapsed_optimum
-from .study import NetworksStudy, study_layer, study_networks
+from .study import LayerStudy, NetworksStudy, study_layer, study_networks
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,20 @@ def over_head(study: NetworksStudy, name: str) -> NDArray[np.float64]:
 
 def model_residual(n_classes: int, width: int) -> float:
     """``residual_single`` at the linear model's optimum, worst of three layers, nine decimals."""
+    return round(max(study.residual_single for study in _model_studies(n_classes, width)), 9)
+
+
+def model_gap(n_classes: int, width: int) -> float:
+    """``λ_{K²} / λ_{K²+1}`` at the linear model's optimum, worst of three layers, cut at 10⁶."""
+    return min(1e6, *(study.gap for study in _model_studies(n_classes, width)))
+
+
+def _model_studies(n_classes: int, width: int) -> list[LayerStudy]:
     optimum = collapsed_optimum(n_classes, 5, 3, 1e-3, 1e-3, width)
     model = UnconstrainedFeatureModel(n_classes, 5, 3, width)
     model.load_optimum(optimum, seed=0)
     x, y = model.features.detach(), model.targets()
-    layers = [f"layers.{number}" for number in range(3)]
-    worst = max(study_layer(model, layer, x, y).residual_single for layer in layers)
-    return round(worst, 9)
+    return [study_layer(model, f"layers.{number}", x, y) for number in range(3)]
 
 
 @dataclass(frozen=True)

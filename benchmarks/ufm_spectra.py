@@ -176,10 +176,23 @@ def gate() -> Iterator[str]:
             error = float((product - dense @ v).norm() / (dense @ v).norm())
             if not error < 1e-10:
                 yield f"{name}, {loss}: relative error {error:.1e}"
+        yield from layer_faults(problem)
         pairs, exact = top_eigenpairs(ours(problem), 5), torch.linalg.eigvalsh(dense)
         exact = exact[exact.abs().argsort(descending=True)][:5]
         if not torch.allclose(pairs.values, exact, atol=1e-5 * float(exact[0].abs())):
             yield f"top_eigenpairs, {loss}: {pairs.values.tolist()} for {exact.tolist()}"
+
+
+def layer_faults(problem: Problem) -> Iterator[str]:
+    """The layer Hessian against its block of the dense one."""
+    operator = layer_hessian(problem.network, "head1", problem.x, problem.y, problem.loss)
+    sizes = [p.numel() for p in problem.network.parameters()]
+    names = [name for name, _ in problem.network.named_parameters()]
+    start = sum(sizes[: names.index("head1.weight")])
+    rows = slice(start, start + operator.shape[0])
+    error = float((operator.to_dense() - dense_hessian(problem)[rows, rows]).abs().max())
+    if not error < 1e-10:
+        yield f"layer_hessian, {problem.loss}: absolute error {error:.1e}"
 
 
 def dense_hessian(problem: Problem) -> Tensor:

@@ -160,6 +160,13 @@ def spectrum_distance(hessian: Tensor, predicted: Spectrum, unit: float) -> floa
     return predicted.distance(torch.linalg.eigvalsh(hessian).numpy()) / unit
 
 
+def _larger(worst: float, value: float) -> float:
+    """The larger one; ``max`` would let a NaN pass as the smaller."""
+    if math.isnan(value):
+        raise ArithmeticError("a checked quantity is NaN: the point it is taken at is degenerate")
+    return max(worst, value)
+
+
 # --- the layer Hessian --------------------------------------------------------------------------
 
 
@@ -180,7 +187,7 @@ def layer_hessian_distance(
             hessian = layer_hessian(weights, features, targets, layer)
             predicted = optimum.predicted_spectrum("layer_hessian", layer)
             unit = optimum.layer_outlier(layer)
-            worst = max(worst, spectrum_distance(hessian, predicted, unit))
+            worst = _larger(worst, spectrum_distance(hessian, predicted, unit))
     return round(worst, DECIMALS)
 
 
@@ -232,7 +239,7 @@ def eigenvector_residual(configurations: Sequence[Configuration] | None = None) 
             v = torch.kron(above, below)  # [P, K²]
             hv = layer_hessian(weights, features, targets, layer) @ v
             outlier = optimum.layer_outlier(layer)
-            worst = max(worst, float((hv - outlier * v).norm(dim=0).max()) / outlier)
+            worst = _larger(worst, float((hv - outlier * v).norm(dim=0).max()) / outlier)
     return round(worst, DECIMALS)
 
 
@@ -373,7 +380,7 @@ def gradient_distance(
         stages = layer_features(weights, features)
         for layer, gradient in enumerate(gradients, start=1):
             closed = _gradient(optimum, stages, layer, shift)
-            worst = max(worst, float((gradient - closed).norm() / gradient.norm()))
+            worst = _larger(worst, float((gradient - closed).norm() / gradient.norm()))
     return round(worst, DECIMALS)
 
 
@@ -411,17 +418,16 @@ def minimisers(*, scale: float = 3.0, seed: int = 1, decayed: bool = True) -> tu
 
 
 def weight_distance(*, decayed: bool = True) -> float:
-    """Largest relative distance of ``W_lᵀW_l`` from ``(σ_l²/‖μ^(l)‖²) Σ_c μ_c^(l) μ_c^(l)ᵀ``, at
+    """Largest relative distance of ``W_lᵀW_l`` from ``σ_l² Σ_c μ̂_c^(l) μ̂_c^(l)ᵀ``, unit means, at
     minimisers found from random starts; without decay a minimiser has no reason to comply."""
     worst = 0.0
     for found in minimisers() if decayed else minimisers(scale=1.0, decayed=False):
         optimum = found.configuration.optimum()
         stages = layer_features(found.weights, found.features)
         for layer, weight in enumerate(found.weights, start=1):
-            means = class_means(stages[layer - 1], optimum.n_classes)
-            sigma = optimum.singular_values[layer - 1]
-            closed = sigma**2 * means @ means.T / means.square().sum(0).mean()
-            worst = max(worst, float((weight.T @ weight - closed).norm() / closed.norm()))
+            means = _unit(class_means(stages[layer - 1], optimum.n_classes))
+            closed = optimum.singular_values[layer - 1] ** 2 * means @ means.T
+            worst = _larger(worst, float((weight.T @ weight - closed).norm() / closed.norm()))
     return round(worst, OPTIMISER_DECIMALS if decayed else 1)
 
 
@@ -537,7 +543,7 @@ def relu_kink_distance() -> float:
         inputs = features
         for weight in weights[:-1]:
             z = class_means(weight @ inputs, optimum.n_classes)  # [d, K]
-            worst = max(worst, float(_off_class(z).abs().max() / z.max()))
+            worst = _larger(worst, float(_off_class(z).abs().max() / z.max()))
             inputs = (weight @ inputs).relu()
     return worst
 
@@ -574,7 +580,7 @@ def cross_entropy_distance(
         for layer in range(1, optimum.depth + 1):
             hessian = layer_hessian(weights, features, targets, layer, cross_entropy_loss)
             predicted = optimum.predicted_spectrum("layer_hessian", layer)
-            worst = max(worst, spectrum_distance(hessian, predicted, max(predicted.values)))
+            worst = _larger(worst, spectrum_distance(hessian, predicted, max(predicted.values)))
     return round(worst, DECIMALS)
 
 

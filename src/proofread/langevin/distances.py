@@ -1,0 +1,162 @@
+"""How far a sample is from a target: normal fit, exact matching, weights of the modes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MATCHING_LIMIT = 4000  # points a side: the matching takes O(n³) time and n² numbers
+
+
+def gaussian_kl(
+    samples: Tensor, mean: float | Tensor, covariance: float | Tensor, *, unbiased: bool = True
+) -> float:
+    r"""KL divergence of a normal fit of the samples from a normal law, in nats.
+
+    With the sample's mean m and covariance S it is
+    :math:`\tfrac12[\operatorname{tr}(\Sigma^{-1}S) - d - \log\det(\Sigma^{-1}S)
+    + (m-\mu)^\top\Sigma^{-1}(m-\mu)]`. It sees the first two moments alone, and is positive for an
+    exact sample of finite size too: see :func:`gaussian_kl_floor`.
+
+    Args:
+        samples: ``[C, d]``, more of them than ``d``.
+        mean: ``[d]``, or a number for all coordinates.
+        covariance: ``[d, d]``, or a variance v for ``v I``.
+        unbiased: divide the sample's covariance by ``C - 1``, otherwise by C.
+
+    Raises:
+        ValueError: too few samples for a fit of full rank (also when they lie in a hyperplane), a
+            NaN or an infinity, shapes that do not fit, a covariance that is not positive definite.
+    """
+    x = _points("samples", samples)
+    n, d = x.shape
+    if n <= d:
+        raise ValueError(f"samples: a normal fit in d = {d} needs more than {d} points, got {n}")
+    centre, factor = _normal(mean, covariance, d, x.device)
+    white = torch.linalg.solve_triangular(factor, (x - centre).T, upper=False).T  # [C, d]
+    shift = white.mean(0)
+    spread = white - shift
+    variances = torch.linalg.svdvals(spread).square() / (n - 1 if unbiased else n)
+    if float(variances.min()) <= 1e-14 * float(variances.max()):
+        raise ValueError("samples lie in a hyperplane: their normal fit has no density")
+    return 0.5 * float((variances - 1 - variances.log()).sum() + shift @ shift)
+
+
+def gaussian_kl_floor(dimension: int, n: int) -> float:
+    r"""Mean of :func:`gaussian_kl` over exact samples of n points, whatever the normal law.
+
+    The sample's covariance is Wishart, so the mean is
+    :math:`\tfrac12[d/n + d\log\tfrac{n-1}2 - \sum_{i=1}^d \psi(\tfrac{n-i}2)]`, ψ the digamma
+    function (for instance Muirhead 1982, *Aspects of multivariate statistical theory*, chapter 3).
+
+    Raises:
+        ValueError: ``n <= dimension`` or ``dimension < 1``.
+    """
+    from scipy.special import digamma
+
+    if not 1 <= dimension < n:
+        raise ValueError(f"n={n} must exceed dimension={dimension}, which must be at least 1")
+    logs = sum(float(digamma((n - i) / 2)) for i in range(1, dimension + 1))
+    return 0.5 * (dimension / n + dimension * math.log((n - 1) / 2) - logs)
+
+
+def wasserstein2(a: Tensor, b: Tensor) -> float:
+    """Exact Wasserstein-2 distance between two point clouds of equally many points.
+
+    The root of the mean squared distance under the best matching, found by ``scipy.optimize``'s
+    ``linear_sum_assignment``. Between two samples of one law in high dimension it is far from 0.
+
+    Args:
+        a: ``[n, d]``, at most 4,000 points.
+        b: ``[n, d]``.
+
+    Raises:
+        ValueError: different shapes, no points, too many, a NaN or an infinity.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    x, y = _points("a", a), _points("b", b)
+    if x.shape != y.shape:
+        raise ValueError(f"a and b must match in shape: {list(x.shape)} and {list(y.shape)}")
+    if len(x) > MATCHING_LIMIT:
+        raise ValueError(f"a and b hold {len(x)} points; thin them to at most {MATCHING_LIMIT}")
+    # Differences, not the expanded square: equal points are at distance 0 exactly.
+    cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+    rows, columns = linear_sum_assignment(cost.cpu().numpy())
+    return math.sqrt(float(cost[torch.as_tensor(rows), torch.as_tensor(columns)].mean()))
+
+
+def mode_weights(
+    samples: Tensor,
+    means: Tensor,
+    variances: float | Sequence[float] | Tensor = 1.0,
+    weights: Sequence[float] | Tensor | None = None,
+) -> Tensor:
+    """Share of the samples in each component of a mixture of isotropic normal laws.
+
+    A sample counts for the component that most likely drew it; ties go to the first.
+
+    Args:
+        samples: ``[C, d]``.
+        means: ``[K, d]``.
+        variances: one for all, or ``[K]``.
+        weights: ``[K]`` positive; default equal.
+
+    Returns:
+        ``[K]`` float64, of sum 1.
+
+    Raises:
+        ValueError: shapes that do not fit, a variance or weight that is not positive, no finite
+            samples.
+    """
+    x, centres = _points("samples", samples), _points("means", means)
+    if x.shape[1] != centres.shape[1]:
+        raise ValueError(f"means must have {x.shape[1]} coordinates, got {centres.shape[1]}")
+    count = len(centres)
+    spread = _positive("variances", variances, count)
+    prior = _positive("weights", 1.0 if weights is None else weights, count)
+    squares = torch.cdist(
+        x, centres.to(x.device), compute_mode="donot_use_mm_for_euclid_dist"
+    ).square()
+    logs = prior.log() - x.shape[1] / 2 * spread.log() - squares.cpu() / (2 * spread)
+    return torch.bincount(logs.argmax(1), minlength=count).double() / len(x)
+
+
+def _points(name: str, values: Tensor) -> Tensor:
+    """``values`` as finite float64 ``[n, d]`` with n, d ≥ 1."""
+    x = torch.as_tensor(values).detach().double()
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"{name} must be [n, d] with points in it, not of shape {list(x.shape)}")
+    if not x.isfinite().all():
+        raise ValueError(f"{name} must be finite, but holds {int((~x.isfinite()).sum())} NaN or ∞")
+    return x
+
+
+def _positive(name: str, values: float | Sequence[float] | Tensor, count: int) -> Tensor:
+    x = torch.as_tensor(values, dtype=torch.float64).cpu()
+    if x.ndim > 1 or (x.ndim == 1 and len(x) != count):
+        raise ValueError(f"{name} must be a number or hold {count}, got shape {list(x.shape)}")
+    if not bool(((x > 0) & x.isfinite()).all()):
+        raise ValueError(f"{name} must be positive and finite, got {x.tolist()}")
+    return x.expand(count)
+
+
+def _normal(
+    mean: float | Tensor, covariance: float | Tensor, d: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean ``[d]`` and lower Cholesky factor ``[d, d]`` of a normal law."""
+    centre = torch.as_tensor(mean, dtype=torch.float64, device=device)
+    matrix = torch.as_tensor(covariance, dtype=torch.float64, device=device)
+    if centre.ndim > 1 or (centre.ndim == 1 and len(centre) != d):
+        raise ValueError(f"mean must be a number or [{d}], not of shape {list(centre.shape)}")
+    if matrix.ndim == 0:
+        matrix = matrix * torch.eye(d, dtype=torch.float64, device=device)
+    if matrix.shape != (d, d):
+        raise ValueError(f"covariance must be a number or [{d}, {d}], not {list(matrix.shape)}")
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info) or not (matrix.isfinite().all() and centre.isfinite().all()):
+        raise ValueError("covariance must be positive definite, and mean finite")
+    return centre, factor

@@ -1,0 +1,915 @@
+r"""Langevin and diffusion samplers: many chains at once, at the speed of their random numbers.
+
+Every sampler here but :func:`mala` repeats one affine step,
+
+.. math:: x' = a\,x + b\,s(x) + c\,\xi ,
+
+with :math:`(a, b, c) = (1, h, \sqrt{2h})` for unadjusted Langevin. On a CPU the random numbers are
+the cost: about 0.3 G normals a second and thread. So chains advance in blocks that stay in
+the second-level cache, each through all of its steps before the next block, and all that is not
+noise is one pass over the block, compiled by numba. For a radial score of known law
+(:class:`~proofread.langevin.scores.RadialLaw`) that pass contains the score: pull and push of a row
+follow from two sums which the pass of the step before has left behind.
+
+**Noise.** Chain *c* of a call is chain ``first_chain + c`` of a run, and its noise depends on
+``(seed, first_chain + c)``, the dimension, the dtype and the kind of device: on nothing else. A
+batch in two halves, the second with ``first_chain`` set, gives the chains of one call: bit by bit
+if the score treats the rows of a batch alike (the radial ones do), else to rounding. Two scores
+with one seed see the same noise. Fixed groups of neighbouring chains share a generator, so that a
+single chain costs as much as its group: about 16,384 random numbers a step. In float32, torch draws
+normal numbers from 24 bits, none beyond 5.8 standard deviations.
+
+**No run returns NaN.** Each step leaves the squared norm of every chain behind; a NaN, an infinity
+or a chain that grows without bound stops the run with a :class:`DivergenceError`, which says at
+which step, for which chain, and what to do. Without bound: for scores of this package, a million
+times everything in sight (start, centres, radii, noise); for others, a squared norm that the dtype
+cannot hold.
+
+Scores are called without gradients: wrap one that differentiates a density in
+``torch.enable_grad()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .scores import (
+    GAUSSIAN,
+    MIXTURE,
+    TRAP,
+    GaussianScore,
+    MemorizingScore,
+    MixtureScore,
+    RadialScore,
+    TiltedScore,
+    TrapScore,
+)
+
+__all__ = [
+    "Chains",
+    "DivergenceError",
+    "annealed_langevin",
+    "diffusion_sampler",
+    "langevin",
+    "mala",
+]
+
+ScoreMap: TypeAlias = Callable[[Tensor], Tensor]  # [rows, d] → [rows, d]
+BLOCK = 2**16  # numbers of a block of chains: state and noise stay in a second-level cache
+STREAM = 2**14  # numbers that a generator draws at once: many enough to hide its call
+MOST = 256  # chains of one generator, where d is small
+DEVICE_BLOCK = 2**20  # the same for both on other devices
+CHECK = 64  # steps between two checks there: each waits for the device
+LAUNCH = 1024  # steps of one launch of the kernel
+GROWTH = 1e6  # in units of everything in sight: no chain of a confining score goes there
+
+
+class DivergenceError(ArithmeticError):
+    """A chain, a score or a log density is no longer finite, or a chain grows without bound."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Where chains ended, and what was kept on the way.
+
+    Attributes:
+        final: ``[C, d]`` last states, in dtype and on device of the start.
+        samples: ``[kept, C, d]`` states after every ``thin`` steps, or None.
+        mean: ``[C, d]`` mean over all steps, the start left out, or None.
+        variance: ``[C, d]`` mean squared deviation from it over the same steps, or None.
+        n_steps: steps of every chain.
+        acceptance: ``[C]`` share of accepted proposals, float64, for :func:`mala`; else None.
+    """
+
+    final: Tensor
+    samples: Tensor | None
+    mean: Tensor | None
+    variance: Tensor | None
+    n_steps: int
+    acceptance: Tensor | None = None
+
+
+# --- samplers -------------------------------------------------------------------------------------
+
+
+def langevin(
+    score: ScoreMap,
+    start: Tensor,
+    step: float,
+    n_steps: int,
+    *,
+    seed: int,
+    thin: int | None = None,
+    statistics: bool = False,
+    first_chain: int = 0,
+    progress: bool | None = None,
+) -> Chains:
+    """Unadjusted Langevin: ``x' = x + h s(x) + √(2h) ξ``.
+
+    On a CUDA device a radial score runs in the kernel of :mod:`proofread.langevin.kernels`, many
+    steps a launch.
+
+    Args:
+        score: a map ``[rows, d] → [rows, d]`` that keeps the dtype, treats rows alike and doesn't
+            write to its argument.
+        start: ``[C, d]``, float32 or float64, finite; left as it is.
+        step: step size h > 0.
+        n_steps: number of steps, 0 or more.
+        seed: 0 or more; see the module's text for what the noise depends on.
+        thin: keep the states after every ``thin`` steps: ``n_steps // thin`` times ``[C, d]``.
+        statistics: stream mean and variance of every chain over its steps, in two float64
+            buffers of ``[C, d]``.
+        first_chain: number of the first chain within a larger run that is split over calls.
+        progress: a bar on stderr; None shows it on a terminal if the run takes seconds.
+
+    Returns:
+        the last states and what was asked to be kept.
+
+    Raises:
+        TypeError: a start of another dtype, a count that is no integer, or a score that returns
+            another dtype.
+        ValueError: a start that is not ``[C, d]`` of the score's dimension or not finite, a step or
+            a count that is not positive, statistics over no steps, or a score of another shape.
+        DivergenceError: a chain left every bound, or the score is not finite.
+    """
+    step, n_steps = check_positive("step", step), check_count("n_steps", n_steps, 0)
+    run = _Run(start, n_steps, seed, thin, statistics, first_chain, progress)
+    run.check_score(score)
+    if run.final.is_cuda and _is_radial(score) and _has_kernel(run.final):
+        return _kernel_chains(run, score, step)  # type: ignore[arg-type]
+    return run([_langevin_stage(score, step, n_steps)])
+
+
+def annealed_langevin(
+    scores: Sequence[ScoreMap],
+    start: Tensor,
+    steps: Sequence[float],
+    n_steps_per_level: int,
+    *,
+    seed: int,
+    thin: int | None = None,
+    statistics: bool = False,
+    first_chain: int = 0,
+    progress: bool | None = None,
+) -> Chains:
+    """Unadjusted Langevin through a sequence of scores, the one with the largest noise first.
+
+    After Song and Ermon, *Generative Modeling by Estimating Gradients of the Data Distribution*
+    (NeurIPS 2019), algorithm 1, with steps of the caller's choice.
+
+    Args:
+        scores: one map ``[rows, d] → [rows, d]`` a level, at least one.
+        start: ``[C, d]``, as for :func:`langevin`.
+        steps: step size of each level.
+        n_steps_per_level: number of steps at each level.
+        seed: as for :func:`langevin`; the noise runs on from level to level.
+        thin: as for :func:`langevin`, counted over all levels.
+        statistics: as for :func:`langevin`, over all levels.
+        first_chain: as for :func:`langevin`.
+        progress: as for :func:`langevin`.
+
+    Returns:
+        the states after the last level; ``n_steps`` counts all levels.
+
+    Raises:
+        TypeError: as for :func:`langevin`.
+        ValueError: as for :func:`langevin`, or no scores, or not one step a score.
+        DivergenceError: as for :func:`langevin`.
+    """
+    each = check_count("n_steps_per_level", n_steps_per_level, 0)
+    if not len(scores) or len(scores) != len(steps):
+        raise ValueError(
+            f"steps must hold one step a score, and at least one: {len(steps)} steps, "
+            f"{len(scores)} scores"
+        )
+    sizes = [check_positive(f"steps[{i}]", step) for i, step in enumerate(steps)]
+    run = _Run(start, each * len(sizes), seed, thin, statistics, first_chain, progress)
+    for i, score in enumerate(scores):
+        run.check_score(score, f"scores[{i}]")
+    return run(_langevin_stage(score, h, each) for score, h in zip(scores, sizes, strict=True))
+
+
+def diffusion_sampler(
+    score_at: Callable[[float], ScoreMap],
+    start: Tensor,
+    times: Sequence[float],
+    *,
+    seed: int,
+    thin: int | None = None,
+    statistics: bool = False,
+    first_chain: int = 0,
+    progress: bool | None = None,
+) -> Chains:
+    r"""Reverse diffusion (DDPM) with a given score at every noise level.
+
+    The forward process is :math:`dX = -X\,dt + \sqrt2\,dB`. From level *t* to the next one,
+    :math:`t - \Delta`, the ancestral step
+
+    .. math:: x' = e^{\Delta} x + (e^{\Delta} - e^{-\Delta})\,s_t(x) + \sqrt{1 - e^{-2\Delta}}\,\xi
+
+    is exact for normal targets of variance 1 and their exact scores. It is DDPM's step with
+    :math:`\beta = 1 - e^{-2\Delta}` and variance β (Ho, Jain and Abbeel, *Denoising Diffusion
+    Probabilistic Models*, NeurIPS 2020, algorithm 2).
+
+    Args:
+        score_at: the score ``s_t`` of a time t, a map ``[rows, d] → [rows, d]``; called once a
+            level, for all chains, when the level begins.
+        start: ``[C, d]``, as for :func:`langevin`: usually samples of N(0, I).
+        times: levels, strictly decreasing, the last one 0.
+        seed: as for :func:`langevin`.
+        thin: as for :func:`langevin`; a step is a level.
+        statistics: as for :func:`langevin`.
+        first_chain: as for :func:`langevin`.
+        progress: as for :func:`langevin`.
+
+    Returns:
+        the states at time 0; ``n_steps`` is the number of levels, ``len(times) − 1``.
+
+    Raises:
+        TypeError: as for :func:`langevin`.
+        ValueError: as for :func:`langevin`, or times that do not decrease to 0.
+        DivergenceError: as for :func:`langevin`; names the level.
+    """
+    levels = _check_times(times)
+    run = _Run(start, len(levels) - 1, seed, thin, statistics, first_chain, progress)
+
+    def stages() -> Iterator[_Stage]:
+        for number, (t, s) in enumerate(itertools.pairwise(levels)):
+            score = score_at(t)
+            run.check_score(score, f"score_at({t:g})")
+            noise = math.sqrt(-math.expm1(2 * (s - t)))
+            hint = f"level {number}, t = {t:g}: look at the score there, or take closer times"
+            yield _Affine(score, math.exp(t - s), 2 * math.sinh(t - s), noise, 1, hint)
+
+    return run(stages())
+
+
+def mala(
+    score: ScoreMap,
+    log_density: ScoreMap,
+    start: Tensor,
+    step: float,
+    n_steps: int,
+    *,
+    seed: int,
+    thin: int | None = None,
+    statistics: bool = False,
+    first_chain: int = 0,
+    progress: bool | None = None,
+) -> Chains:
+    """Metropolis-adjusted Langevin: the unadjusted step as a proposal, accepted or not.
+
+    After Roberts and Tweedie, *Exponential convergence of Langevin distributions and their discrete
+    approximations* (Bernoulli 1996). The law of the density is stationary for any ``score``, which
+    only makes the proposals.
+
+    Args:
+        score: a map ``[rows, d] → [rows, d]``; it need not be the gradient of ``log_density``.
+        log_density: ``[rows, d] → [rows]``, up to a constant; −∞ outside the support.
+        start: ``[C, d]``, as for :func:`langevin`, within the support.
+        step: step size h > 0 of the proposal.
+        n_steps: number of proposals.
+        seed: as for :func:`langevin`.
+        thin: as for :func:`langevin`.
+        statistics: as for :func:`langevin`.
+        first_chain: as for :func:`langevin`.
+        progress: as for :func:`langevin`.
+
+    Returns:
+        the states, with the share of accepted proposals of each chain (0 without any steps).
+
+    Raises:
+        TypeError: as for :func:`langevin`.
+        ValueError: as for :func:`langevin`, or a log density of the wrong shape, or one that is not
+            finite at the start.
+        DivergenceError: a score or a log density that is NaN, or a log density of +∞.
+    """
+    step, n_steps = check_positive("step", step), check_count("n_steps", n_steps, 0)
+    run = _Run(start, n_steps, seed, thin, statistics, first_chain, progress)
+    run.check_score(score)
+    stage = _Metropolis(score, log_density, step, n_steps, run)
+    return run([stage], stage.acceptance)
+
+
+def _langevin_stage(score: ScoreMap, step: float, n_steps: int) -> _Affine:
+    return _Affine(score, 1.0, step, math.sqrt(2 * step), n_steps, None)
+
+
+# --- a run: blocks of chains, their noise, what is kept -------------------------------------------
+
+
+class _Block:
+    """Neighbouring chains that advance together, and the generators of their noise."""
+
+    def __init__(self, chains: slice, noise: Tensor, coins: Tensor) -> None:
+        self.chains = chains  # within the batch
+        self.noise, self.coins = noise, coins  # of these chains, within buffers that blocks share
+        self.streams: list[tuple[Tensor, Tensor, torch.Generator]] = []
+
+    def draw(self, deviation: float) -> Tensor:
+        """Fresh normal noise ``[rows, d]``, in a buffer that the next draw overwrites."""
+        for noise, _, generator in self.streams:
+            noise.normal_(0.0, deviation, generator=generator)
+        return self.noise
+
+    def toss(self) -> Tensor:
+        """Uniform numbers ``[rows]``, float64."""
+        for _, coins, generator in self.streams:
+            coins.uniform_(generator=generator)
+        return self.coins
+
+
+class _Stage(Protocol):
+    """Steps of one kind."""
+
+    n_steps: int
+
+    def prepare(self, x: Tensor) -> None:
+        """Called once with the whole batch ``[C, d]``, before any block of it moves."""
+
+    def advance(self, x: Tensor, block: _Block, done: int, record: _Record) -> None:
+        """Move ``x [rows, d]`` in place, after ``done`` steps of earlier stages."""
+
+
+class _Run:
+    """The checked arguments that all samplers share."""
+
+    def __init__(
+        self,
+        start: Tensor,
+        n_steps: int,
+        seed: int,
+        thin: int | None,
+        statistics: bool,
+        first_chain: int,
+        progress: bool | None,
+    ) -> None:
+        _check_start(start)
+        self.seed = check_count("seed", seed, 0)
+        self.first_chain = check_count("first_chain", first_chain, 0)
+        thin = None if thin is None else check_count("thin", thin, 1)
+        if statistics and not n_steps:
+            raise ValueError("statistics=True needs at least one step")
+        self.n_steps, self.progress = n_steps, progress
+        self.final = start.detach().clone(memory_format=torch.contiguous_format)
+        self.record = _Record(self.final, n_steps, thin, statistics)
+
+    def check_score(self, score: Any, name: str = "score") -> None:
+        """Raise unless it can be called and is of the start's dimension, if it says of which."""
+        if not callable(score):
+            raise TypeError(f"{name} must be a function of [rows, d], not {type(score).__name__}")
+        dimension, d = getattr(score, "dimension", None), self.final.shape[1]
+        if isinstance(dimension, int) and dimension != d:
+            raise ValueError(
+                f"start must be [C, {dimension}], the dimension of {name}, but has d = {d}"
+            )
+
+    def __call__(self, stages: Iterable[_Stage], acceptance: Tensor | None = None) -> Chains:
+        """All stages, each for one block after the other."""
+        blocks = self.blocks()
+        done = 0
+        with torch.no_grad(), self.bar() as bar:
+            self.record.bar = bar
+            for stage in stages:
+                stage.prepare(self.final)
+                for block in blocks:
+                    stage.advance(self.final[block.chains], block, done, self.record)
+                done += stage.n_steps
+        return self.chains(acceptance)
+
+    def blocks(self) -> list[_Block]:
+        """The batch in blocks, each with the rows that it has of its streams."""
+        size, d = self.final.shape
+        if not size:
+            return []
+        rows, each = _shape(d, self.final.device)
+        noise = self.final.new_empty(rows, d)
+        coins = self.final.new_empty(rows, dtype=torch.float64)
+        first, end = self.first_chain, self.first_chain + size
+        found = []
+        for base in range(first - first % rows, end, rows):  # the chain in row 0 of the buffers
+            low, high = max(first - base, 0), min(end - base, rows)
+            chains = slice(base + low - first, base + high - first)
+            block = _Block(chains, noise[low:high], coins[low:high])
+            for row in range(low - low % each, high, each):
+                part = slice(row, row + each)
+                generator = _generator(self.seed, (base + row) // each, self.final.device)
+                block.streams.append((noise[part], coins[part], generator))
+            found.append(block)
+        return found
+
+    def bar(self) -> Any:
+        """Counts steps of single chains."""
+        from tqdm import tqdm  # tqdm.auto would warn on stderr in a kernel without ipywidgets
+
+        hidden = None if self.progress is None else not self.progress
+        total, delay = self.n_steps * len(self.final), 2 if self.progress is None else 0
+        style = {"desc": "chain steps", "unit": "step", "unit_scale": True, "delay": delay}
+        return tqdm(total=total, disable=hidden, **style)
+
+    def chains(self, acceptance: Tensor | None = None) -> Chains:
+        """What the run returns."""
+        kept = self.record
+        mean, variance = (
+            None if part is None else part.to(self.final) for part in (kept.mean, kept.variance)
+        )
+        return Chains(self.final, kept.samples, mean, variance, self.n_steps, acceptance)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether passes over a block are compiled; on other devices they are torch's."""
+    return device.type == "cpu"
+
+
+def _shape(dimension: int, device: torch.device) -> tuple[int, int]:
+    """Chains of a block and of a generator: functions of the dimension and the kind of device."""
+    if not _compiles(device):
+        rows = max(1, DEVICE_BLOCK // dimension)
+        return rows, rows
+    each = max(1, min(MOST, STREAM // dimension))
+    return each * max(1, min(BLOCK // STREAM, BLOCK // (each * dimension))), each
+
+
+def _generator(seed: int, number: int, device: torch.device) -> torch.Generator:
+    """Generator ``number`` of a run.
+
+    torch's generator on a CPU reads 32 bits of its seed. So the seed of a run picks one of many
+    bijections of 32-bit numbers, and no two generators of a run are seeded alike.
+    """
+    keys = _keys(seed)
+    mixed = (number + keys[0]) % 2**32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # MurmurHash3's finaliser
+        mixed = ((mixed ^ mixed >> shift) * factor) % 2**32
+    return torch.Generator(device).manual_seed(mixed ^ keys[1])
+
+
+@functools.lru_cache
+def _keys(seed: int) -> tuple[int, int]:
+    first, second = np.random.SeedSequence(seed).generate_state(2).tolist()
+    return first, second
+
+
+class _Record:
+    """What is kept of a run: thinned states and moments over the steps."""
+
+    def __init__(self, final: Tensor, n_steps: int, thin: int | None, statistics: bool) -> None:
+        self.thin = thin
+        self.samples = None if thin is None else final.new_empty(n_steps // thin, *final.shape)
+        self.mean = torch.zeros_like(final, dtype=torch.float64) if statistics else None
+        self.squares = None if self.mean is None else torch.zeros_like(self.mean)
+        self.n_steps = n_steps
+        self.bar: Any = None
+
+    def __call__(self, number: int, chains: slice, x: Tensor, steps: int = 1) -> None:
+        """The state ``x [rows, d]`` of some of the chains after ``number`` steps."""
+        if self.samples is not None and self.thin and number % self.thin == 0:
+            self.samples[number // self.thin - 1, chains] = x
+        if self.mean is not None and self.squares is not None:
+            _add_moments(x, number, self.mean[chains], self.squares[chains])
+        self.bar.update(steps * x.shape[0])  # len(x) takes microseconds
+
+    @property
+    def variance(self) -> Tensor | None:
+        """Mean squared deviation."""
+        return None if self.squares is None else self.squares / self.n_steps
+
+
+def _add_moments(x: Tensor, number: int, mean: Tensor, squares: Tensor) -> None:
+    """Welford's update: mean and summed squared deviations of ``number`` states."""
+    if _compiles(x.device):
+        _compiled().moments(x.numpy(), number, mean.numpy(), squares.numpy())
+        return
+    delta = x - mean
+    mean.add_(delta, alpha=1 / number)
+    squares.addcmul_(delta, x - mean)
+
+
+# --- affine steps ---------------------------------------------------------------------------------
+
+
+class _Affine:
+    """Steps ``x' = keep·x + drift·s(x) + noise·ξ`` with one score; Langevin has ``keep`` = 1."""
+
+    def __init__(
+        self,
+        score: ScoreMap,
+        keep: float,
+        drift: float,
+        noise: float,
+        n_steps: int,
+        hint: str | None,
+    ) -> None:
+        self.score, self.n_steps, self.hint = score, n_steps, hint
+        self.keep, self.drift, self.noise = keep, drift, noise
+        self.limit = math.inf
+
+    def prepare(self, x: Tensor) -> None:
+        """Fix the squared norm beyond which a chain has diverged."""
+        size = _size(self.score) if self.keep == 1 else None
+        if size is not None and len(x):
+            start = float(torch.linalg.vector_norm(x, dim=1).max())
+            longest = GROWTH * (start + size + (1 + self.noise) * math.sqrt(x.shape[1]))
+            self.limit = longest * longest  # may be infinite
+
+    def advance(self, x: Tensor, block: _Block, done: int, record: _Record) -> None:
+        """All steps of a block."""
+        move = self._radial(x) if self._is_compiled(x) else self._plain(x)
+        last = done + self.n_steps
+        for number in range(done + 1, last + 1):
+            bad, score = move(block.draw(self.noise), number % CHECK == 0 or number == last)
+            if bad >= 0:
+                raise self._divergence(number, block.chains.start + bad, score, bad)
+            record(number, block.chains, x)
+
+    def _is_compiled(self, x: Tensor) -> bool:
+        return _compiles(x.device) and _is_radial(self.score)
+
+    def _radial(self, x: Tensor) -> _Move:
+        """The step with the score's law inside."""
+        score, rows = self.score, len(x)
+        assert isinstance(score, RadialScore)
+        frame = [part.to(x).numpy() for part in (score.axis, score.origin)]
+        sums = np.empty(rows), np.empty(rows)  # axis·y and ‖y‖² of each row
+        points, law = x.numpy(), np.array(score.law.parameters, dtype=np.float64)
+        compiled = _compiled()
+        compiled.project(points, *frame, *sums)
+        numbers = (score.law.kind, law, self.keep, self.drift, self.limit)
+
+        def move(noise: Tensor, _: bool) -> tuple[int, None]:
+            return compiled.radial(points, noise.numpy(), *frame, *sums, *numbers), None
+
+        return move
+
+    def _plain(self, x: Tensor) -> _Move:
+        """The step with any score; off the CPU, bad rows are looked for when ``check`` says so."""
+        if _compiles(x.device):
+            points, step = x.numpy(), _compiled().affine
+
+            def move(noise: Tensor, _: bool) -> tuple[int, Tensor]:
+                s = _call(self.score, x)
+                numbers = (self.keep, self.drift, self.limit)
+                return step(points, s.contiguous().numpy(force=True), noise.numpy(), *numbers), s
+
+            return move
+
+        def move_there(noise: Tensor, check: bool) -> tuple[int, Tensor]:
+            s = _call(self.score, x)
+            x.mul_(self.keep).add_(s, alpha=self.drift).add_(noise)
+            return _first_bad(x, self.limit) if check else -1, s
+
+        return move_there
+
+    def _divergence(
+        self, number: int, chain: int, score: Tensor | None, row: int
+    ) -> DivergenceError:
+        if score is not None and not bool(score[row].isfinite().all()):
+            what = "NaN" if bool(score[row].isnan().any()) else "an infinity"
+            return DivergenceError(f"the score returned {what} at step {number}, for chain {chain}")
+        hint = self.hint or _remedy(self.score, self.drift)
+        return DivergenceError(f"chain {chain} diverged at step {number}: {hint}")
+
+
+_Move: TypeAlias = Callable[[Tensor, bool], tuple[int, Tensor | None]]
+
+
+def _remedy(score: ScoreMap, step: float) -> str:
+    """What to do about a Langevin chain that diverged."""
+    lipschitz = getattr(score, "lipschitz", math.inf)
+    if not 0 < lipschitz < math.inf or step < 2 / lipschitz:
+        return f"the step {step:g} is too large for this score, or the score points outwards"
+    return (
+        f"the step {step:g} is too large for this score, whose Lipschitz constant L is at most "
+        f"{lipschitz:.4g}: take a step below 2 / L = {2 / lipschitz:.4g}"
+    )
+
+
+def _first_bad(x: Tensor, limit: float) -> int:
+    """First row that is not finite or whose squared norm exceeds the limit, or −1."""
+    bad = ~(x.square().sum(1) < limit)
+    return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else -1
+
+
+def _call(score: ScoreMap, x: Tensor) -> Tensor:
+    """The score's value, of the right kind."""
+    s = score(x)
+    if not isinstance(s, Tensor) or s.shape != x.shape:
+        got = list(s.shape) if isinstance(s, Tensor) else type(s).__name__
+        raise ValueError(f"score must map {list(x.shape)} to the same shape, but returned {got}")
+    if s.dtype != x.dtype or s.device != x.device:
+        raise TypeError(
+            f"score must return {x.dtype} on {x.device} like its argument, but returned {s.dtype} "
+            f"on {s.device}: convert one of them with .to(…)"
+        )
+    return s.detach()
+
+
+def _is_radial(score: Any) -> bool:
+    """Whether the law says all: a subclass may do something else when called."""
+    known = type(score) in (RadialScore, GaussianScore, TrapScore, MixtureScore)
+    return known and score.law is not None and score.law.kind in (GAUSSIAN, TRAP, MIXTURE)
+
+
+def _size(score: Any) -> float | None:
+    """A length beyond everything that the score has; None for one that may not be confining."""
+    if _is_radial(score):
+        return float(score.origin.norm()) + max(map(abs, score.law.parameters))
+    if isinstance(score, MemorizingScore):
+        return float(score.points.norm(dim=1).max() + score.mean.norm())
+    if isinstance(score, TiltedScore):
+        return float(score.centre.norm() + score.target.mean.norm()) + score.outer
+    if isinstance(score, MixtureScore):
+        return float(score.means.norm(dim=1).max() + score.variances.max())
+    return None
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether the kernel takes such chains; it needs triton, which not every platform has."""
+    try:
+        from .kernels import takes
+    except ImportError:
+        return False
+    return takes(x.shape[1], x.dtype)
+
+
+def _kernel_chains(run: _Run, score: RadialScore, step: float) -> Chains:
+    """Unadjusted Langevin on a CUDA device: as many steps a launch as nobody wants to look at."""
+    from .kernels import langevin_triton
+
+    stage = _langevin_stage(score, step, run.n_steps)
+    stage.prepare(run.final)
+    every, done = LAUNCH if run.record.mean is None else 1, 0
+    thin = run.record.thin or LAUNCH
+    with torch.no_grad(), run.bar() as bar:
+        run.record.bar = bar
+        while done < run.n_steps and len(run.final):
+            many = min(every, thin - done % thin, run.n_steps - done)
+            numbers = (step, many, run.seed, done, run.first_chain)
+            run.final = langevin_triton(run.final, score.law, score.axis, score.origin, *numbers)
+            done += many
+            if (bad := _first_bad(run.final, stage.limit)) >= 0:
+                hint = _remedy(score, step)
+                raise DivergenceError(f"chain {bad} diverged by step {done}: {hint}")
+            run.record(done, slice(None), run.final, many)
+    return run.chains()
+
+
+# --- Metropolis-adjusted steps --------------------------------------------------------------------
+
+
+class _Metropolis:
+    """Langevin steps as proposals."""
+
+    def __init__(
+        self, score: ScoreMap, log_density: ScoreMap, step: float, n_steps: int, run: _Run
+    ) -> None:
+        self.score, self.log_density, self.step, self.n_steps = score, log_density, step, n_steps
+        self.rows, _ = _shape(run.final.shape[1], run.final.device)
+        self.acceptance = run.final.new_zeros(len(run.final), dtype=torch.float64)
+        self.start = torch.empty(0)
+
+    def prepare(self, x: Tensor) -> None:
+        """The log density of all starts, checked before anything moves."""
+        parts = [self._log_density(part) for part in x.split(self.rows)] if len(x) else []
+        self.start = torch.cat([x.new_empty(0, dtype=torch.float64), *parts])
+        bad = ~self.start.isfinite()
+        if bool(bad.any()):
+            chain = int(bad.to(torch.uint8).argmax())
+            raise ValueError(
+                f"log_density must be finite at the start, but is {float(self.start[chain])} for "
+                f"chain {chain} (and {int(bad.sum()) - 1} others): start within the support"
+            )
+
+    def advance(self, x: Tensor, block: _Block, done: int, record: _Record) -> None:
+        """All steps of a block."""
+        log, accepted = self.start[block.chains], self.acceptance[block.chains]
+        score = _call(self.score, x).clone()
+        self._check(score, log, 0, block)
+        for number in range(done + 1, done + self.n_steps + 1):
+            noise = block.draw(math.sqrt(2 * self.step))
+            proposal = torch.add(x, score, alpha=self.step).add_(noise)
+            new_log, new_score = self._log_density(proposal), _call(self.score, proposal)
+            self._check(new_score, new_log, number, block)
+            ratio = new_log - log + self._correction(score + new_score, noise)
+            accept = block.toss().log() < ratio  # a NaN outside the support: no
+            for old, new in ((x, proposal), (score, new_score)):
+                torch.where(accept[:, None], new, old, out=old)
+            torch.where(accept, new_log, log, out=log)
+            accepted += accept
+            record(number, block.chains, x)
+        accepted /= max(1, self.n_steps)
+
+    def _correction(self, both: Tensor, noise: Tensor) -> Tensor:
+        """log q(x | x') − log q(x' | x) for ``both`` = s(x) + s(x'): ``[rows]``, float64.
+
+        With x' = x + h s(x) + n it is (‖n‖² − ‖n + h·both‖²)/(4h), here without cancellation.
+        """
+        return -(both * (noise / 2 + both * (self.step / 4))).sum(1, dtype=torch.float64)
+
+    def _log_density(self, x: Tensor) -> Tensor:
+        log = self.log_density(x)
+        if not isinstance(log, Tensor) or log.shape != x.shape[:1]:
+            got = list(log.shape) if isinstance(log, Tensor) else type(log).__name__
+            raise ValueError(
+                f"log_density must map {list(x.shape)} to [{len(x)}], but returned {got}"
+            )
+        return log.detach().double()
+
+    def _check(self, score: Tensor, log: Tensor, number: int, block: _Block) -> None:
+        """Raise for a NaN or +∞, but for scores outside the support: they are rejected anyway."""
+        faults = {
+            "the score is not finite": ~score.isfinite().all(1) & (log > -math.inf),
+            "the log density is NaN or +∞": log.isnan() | (log == math.inf),
+        }
+        if bool(torch.stack(list(faults.values())).any()):
+            what, bad = next((what, bad) for what, bad in faults.items() if bool(bad.any()))
+            chain = block.chains.start + int(bad.to(torch.uint8).argmax())
+            raise DivergenceError(
+                f"{what} at step {number}, for chain {chain}, with step {self.step:g}"
+            )
+
+
+# --- compiled passes over a block -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """In machine code, for float32 and float64."""
+
+    radial: Callable[..., int]
+    affine: Callable[..., int]
+    project: Callable[..., None]
+    moments: Callable[..., None]
+
+
+@functools.cache
+def _compiled() -> _Passes:
+    """From numba's cache where there is one; else a second or two."""
+    import numba  # half a second: not for whoever imports the package for something else
+
+    wide, real, count = numba.float64[::1], numba.float64, numba.int64
+    signatures: dict[Callable[..., Any], list[Any]] = {
+        f: [] for f in (_radial, _affine, _project, _moments)
+    }
+    for kind in (numba.float32, numba.float64):
+        rows, row = kind[:, ::1], kind[::1]
+        law = (count, wide, real, real, real)
+        signatures[_radial].append(count(rows, rows, row, row, wide, wide, *law))
+        signatures[_affine].append(count(rows, rows, rows, real, real, real))
+        signatures[_project].append(numba.void(rows, row, row, wide, wide))
+        signatures[_moments].append(numba.void(rows, count, real[:, ::1], real[:, ::1]))
+    return _Passes(*(_jit(f, kinds) for f, kinds in signatures.items()))
+
+
+def _jit(function: Callable[..., Any], signatures: list[Any]) -> Callable[..., Any]:
+    import numba
+
+    # Sums in any order, fused products: neither hides a NaN.
+    options: dict[str, Any] = {"fastmath": {"reassoc", "contract"}, "error_model": "numpy"}
+    try:
+        return numba.njit(signatures, cache=True, **options)(function)
+    except Exception:  # no folder to write to, a full disk, a torn file: a cache is not needed
+        return numba.njit(signatures, **options)(function)
+
+
+def _radial(x, noise, axis, origin, u, square, kind, p, keep, drift, limit):  # type: ignore[no-untyped-def]
+    """One step of every row of ``x``; returns the first row out of bounds, or −1.
+
+    With y = x − origin, ``u`` and ``square`` hold axis·y and ‖y‖² of each row; they are updated.
+    """
+    number = x.dtype.type
+    zero, more, bad = number(0), number(keep - 1), -1
+    for i in range(x.shape[0]):
+        if kind == 0:  # Gaussian: m, variance
+            pull, push = 1 / p[1], p[0] / p[1]
+        elif kind == 1:  # trap: m, α, r_in, r_out
+            psi = min(1.0, max(0.0, (p[3] - math.sqrt(square[i])) / (p[3] - p[2])))
+            pull, push = 1 + psi * (p[1] - 1), (1 - psi) * p[0]
+        else:  # mixture: K, log weights, positions, variances
+            k, top, w = int(p[0]), -math.inf, max(0.0, square[i] - u[i] * u[i])
+            for c in range(1, k + 1):
+                top = max(top, p[c] - ((u[i] - p[k + c]) ** 2 + w) / (2 * p[2 * k + c]))
+            total = pull = push = 0.0
+            for c in range(1, k + 1):
+                log_share = p[c] - ((u[i] - p[k + c]) ** 2 + w) / (2 * p[2 * k + c])
+                share = math.exp(log_share - top) / p[2 * k + c]
+                total += share * p[2 * k + c]
+                pull += share
+                push += share * p[k + c]
+            pull, push = pull / total, push / total
+        shrink, along = number(keep - drift * pull), number(drift * push)
+        on_axis, norm = zero, zero
+        for j in range(x.shape[1]):
+            y = shrink * (x[i, j] - origin[j]) + along * axis[j] + noise[i, j]
+            y += more * origin[j]
+            x[i, j] = y + origin[j]
+            on_axis += axis[j] * y
+            norm += y * y
+        u[i], square[i] = on_axis, norm
+        if bad < 0 and not norm < limit:  # a NaN too
+            bad = i
+    return bad
+
+
+def _affine(x, score, noise, keep, drift, limit):  # type: ignore[no-untyped-def]
+    """``x ← keep·x + drift·score + noise``; returns the first row out of bounds, or −1."""
+    number = x.dtype.type
+    zero, hold, rate, bad = number(0), number(keep), number(drift), -1
+    for i in range(x.shape[0]):
+        norm = zero
+        for j in range(x.shape[1]):
+            y = hold * x[i, j] + rate * score[i, j] + noise[i, j]
+            x[i, j] = y
+            norm += y * y
+        if bad < 0 and not norm < limit:  # a NaN too
+            bad = i
+    return bad
+
+
+def _project(x, axis, origin, u, square):  # type: ignore[no-untyped-def]
+    """``u`` and ``square`` of each row, as in ``_radial``."""
+    for i in range(x.shape[0]):
+        on_axis = norm = x.dtype.type(0)
+        for j in range(x.shape[1]):
+            y = x[i, j] - origin[j]
+            on_axis += axis[j] * y
+            norm += y * y
+        u[i], square[i] = on_axis, norm
+
+
+def _moments(x, n, mean, squares):  # type: ignore[no-untyped-def]
+    """Welford's update with state number ``n``."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            delta = x[i, j] - mean[i, j]
+            mean[i, j] += delta / n
+            squares[i, j] += delta * (x[i, j] - mean[i, j])
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def check_positive(name: str, value: float) -> float:
+    """``value`` as a float; a clear error unless it is positive and finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number, not {value!r}") from error
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, not {value}")
+    return number
+
+
+def check_count(name: str, value: int, least: int) -> int:
+    """``value`` as an int; a clear error unless it is an integer of at least ``least``."""
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from error
+    if not least <= count < 2**62:
+        raise ValueError(f"{name} must be at least {least} and below 2^62, not {count}")
+    return count
+
+
+def _check_start(start: Any) -> None:
+    if not isinstance(start, Tensor):
+        raise TypeError(f"start must be a tensor [C, d], not {type(start).__name__}")
+    if start.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"start must be float32 or float64, not {start.dtype}: use .float()")
+    if start.ndim != 2 or not start.shape[1]:
+        raise ValueError(
+            f"start must be [C, d] with d ≥ 1, one row a chain, not of shape {list(start.shape)}"
+        )
+    # One pass without temporaries; a NaN passes through to both ends.
+    start = start.detach()
+    ends = [float(end) for end in torch.aminmax(start)] if len(start) else [0.0]
+    if not all(map(math.isfinite, ends)):
+        bad = int((~start.isfinite()).any(1).sum())
+        raise ValueError(
+            f"start must be finite, but {bad} of its {len(start)} rows hold a NaN or an infinity"
+        )
+    if max(map(abs, ends)) > math.sqrt(torch.finfo(start.dtype).max / start.shape[1]):
+        raise ValueError(
+            f"start holds {max(ends, key=abs):.3g}, too large for squared norms in {start.dtype}: "
+            "rescale it"
+        )
+
+
+def _check_times(times: Sequence[float]) -> list[float]:
+    levels = [float(t) for t in times]
+    falling = all(a > b for a, b in itertools.pairwise(levels))
+    if not levels or levels[-1] != 0 or not falling or levels[0] == math.inf:
+        raise ValueError(
+            "times must decrease strictly to 0, such as [2.0, 1.0, 0.5, 0.0], "
+            f"not {levels if len(levels) < 8 else [*levels[:3], '…', *levels[-3:]]}"
+        )
+    return levels

@@ -12,10 +12,12 @@ mixture's shares are linear in u and ``‖y‖²``.
 - Eager torch moves 11b bytes an element and a step: noise written (b), drift ``−pull·y`` (2b),
   ``push·a`` added in place (2b), ``x + h·drift`` (3b), ``+ √(2h)·noise`` (3b). That is 44 bytes in
   float32; each sum over a chain reads the state once more, b.
-- The kernel moves 2b/K: 8/K bytes in float32. Axis and origin come from caches.
+- The kernel moves 2b/K: 8/K bytes in float32. Axis and origin, once a program, and a mixture's
+  parameters, once a step, come from caches.
 - What remains is arithmetic. One Philox call makes four normals: ten rounds of two 32×32 → 64-bit
   products and two three-operand exclusive ors, that is 20 products and 20 ors; two logarithms and
-  two square roots; two polynomials in place of two sines and two cosines.
+  two square roots; two pairs of polynomials in place of sines and cosines. A mixture of M
+  components adds 2M exponentials in each thread.
 
 :func:`step_cost` returns these counts. Times are not claimed: none was measured on a GPU.
 
@@ -25,12 +27,15 @@ chain)``, 32 bits each: no two of (g, step, chain) share a counter while chains 
 steps below 2⁶³, which is checked. They count from ``first_chain`` and ``first_step``: the result
 does not depend on how chains are batched, nor on how steps are shared out to launches, bit by bit.
 Box–Muller takes 32 bits for the radius, at midpoints, so that normals reach 6.76, and 32 for the
-angle; in float32 for float64 states too, which so take the same noise. Its law is the normal one
-within float32's rounding, about 10⁻⁷.
+angle. It works in float32, and float64 states take the same numbers: the law of the noise is the
+normal one up to float32's rounding, about 10⁻⁷ relative to its size.
 
-**Precision.** Sums over a chain are made in the dtype of the states, as a tree; a mixture's
-exponents in float64, since they are differences of large numbers, and its exponentials in the dtype
-of the states.
+**Precision.** Sums over a chain are made in the dtype of the states, as a tree. A mixture's
+exponents are differences of large numbers: float64, from sums in the dtype of the states; its
+exponentials are in the dtype of the states.
+
+**Limits.** d ≤ 4096: 16 elements of state, axis and origin in each of 256 threads. Lanes are a
+power of two, so that d just above one leaves almost half of them idle.
 """
 
 from __future__ import annotations

@@ -124,6 +124,9 @@ class StartsStudy:
         train_loss: of both ``[S]``, see ``dsm_loss``.
         test_loss: of both ``[S]``, the same at points that no network has seen.
         stopped_at: ``[S]`` steps after which the control was best.
+        networks: both kinds.
+        train: training points ``[S, n, d]``.
+        fresh: fresh starts ``[S, n_starts, d]``.
     """
 
     setting: StartsSetting
@@ -137,6 +140,9 @@ class StartsStudy:
     train_loss: Mapping[str, Tensor]
     test_loss: Mapping[str, Tensor]
     stopped_at: Tensor
+    networks: Mapping[str, ScoreNetworks] = field(repr=False)
+    train: Tensor = field(repr=False)
+    fresh: Tensor = field(repr=False)
 
     def interval(self, measure: str, score: str, start: str, confidence: float = 0.95) -> Estimate:
         """Mean over seeds of ``"kl"``, ``"w2"`` or ``"first_mode"``, with Student's interval."""
@@ -218,6 +224,9 @@ def starts_study(
         **_floors(target, data.reference, data.second),
         **_losses(networks, data),
         stopped_at=stopped_at,
+        networks=networks,
+        train=data.train,
+        fresh=data.fresh,
     )
 
 
@@ -236,11 +245,11 @@ class _StartsData:
         sizes = (setting.n_train, setting.n_held_out, setting.n_starts, setting.n_train)
         points = draw(target, sum(sizes) + 2 * chains, setting.n_seeds, seed)
         *parts, self.reference, self.second = points.split([*sizes, chains, chains], 1)
-        self.train, self.held_out, fresh, self.test = (x.to(device, dtype) for x in parts)
+        self.train, self.held_out, self.fresh, self.test = (x.to(device, dtype) for x in parts)
         turn = torch.arange(chains) % setting.n_starts
         generators = generators_of(seed, setting.n_seeds, NORMAL_START, self.train.device)
         normal = normals(self.train.new_empty(setting.n_seeds, chains, points.shape[2]), generators)
-        self.starts = torch.cat([fresh[:, turn], self.train[:, turn], normal], 1)  # [S, 3 C, d]
+        self.starts = torch.cat([self.fresh[:, turn], self.train[:, turn], normal], 1)  # [S, 3 C, d]
 
 
 def draw(target: Target, n: int, n_seeds: int, seed: int) -> Tensor:

@@ -12,6 +12,7 @@ from ..recordings import recorded
 from ..stats import Estimate, fit_exponent, mean_interval
 from ..tables import Table
 from . import identities
+from .audit import initialization_audit
 from .bounds import certified_log_horizon, escape_bound
 from .enclosures import LogEnclosure
 from .identities import STANDARD, Trap
@@ -339,3 +340,21 @@ def learned_diffusion_table(study: DiffusionStudy, note: str) -> Table:
     floor = mean_interval(study.w2_floor.numpy()).value
     last = f"mean over {study.setting.n_seeds} seeds, 95 %; as many exact samples: {floor:.2f}"
     return Table(columns, rows, f"{note}; {last}")
+
+
+def audit_table(study: StartsStudy, n_steps: int = 200) -> Table:
+    """The audit of both kinds of networks, with training and with fresh starts, first seed."""
+    rows = []
+    train, fresh = study.train[0], study.fresh[0]
+    for kind in ("memorised", "stopped"):
+        score = study.networks[kind].score(0)
+        for name, start in (("training", train[: len(fresh)]), ("fresh", fresh)):
+            report = initialization_audit(
+                start, train, score, step=study.setting.step, n_steps=n_steps, seed=1
+            )
+            shares = report.coincident.value, report.held_training.value, report.kept.value
+            cells = (f"{100 * share:.0f} %" for share in shares)
+            rows.append((SCORES[kind], name, *cells, report.verdict))
+    columns = ("score", "starts", "starts in training set", "training points held", "control held")
+    note = f"first seed, {n_steps} steps; control: displaced training points"
+    return Table((*columns, "verdict"), rows, note)

@@ -47,7 +47,7 @@ ACCURACY = 40  # bits that a moment has in the end
 ATTEMPTS = 7  # each doubles the working precision
 LARGEST_POWER = 512  # beyond it the polynomials get long; the supremum is near
 LARGEST_LENGTH = 1e9
-LARGEST_SUM = 4_000_000  # terms
+LARGEST_SUM = 1_000_000  # terms
 BLOCK = 4096  # terms in a matrix product
 
 
@@ -108,8 +108,8 @@ def ball_log_probability(
     d, m = _count("dimension", dimension), _length("mean_norm", mean_norm)
     if not (radius := _length("radius", radius)):
         return LogEnclosure(0.0, 0.0) if complement else LogEnclosure(-math.inf, -math.inf)
-    log = _certify(lambda: _moment(d, m, radius, 0.0, 0, complement)).log()
-    return LogEnclosure(min(0.0, _below(log)), min(0.0, _above(log)))
+    found = _enclosure(_certify(lambda: _moment(d, m, radius, 0.0, 0, complement)))
+    return LogEnclosure(min(0.0, found.low), min(0.0, found.high))
 
 
 def truncated_log_moment(
@@ -139,7 +139,7 @@ def truncated_log_moment(
     i = _count("axis_power", axis_power, least=0)
     if not radius or (not m and i % 2):
         return LogEnclosure(-math.inf, -math.inf)
-    return _enclosure(_certify(lambda: _moment(d, m, radius, k, i, False)).log())
+    return _enclosure(_certify(lambda: _moment(d, m, radius, k, i, False)))
 
 
 def _moment(d: int, m: float, radius: float, k: float, i: int, outside: bool) -> Any:
@@ -259,7 +259,7 @@ def _norm(trap: _Trap, p: float, zones: tuple[bool, bool]) -> LogEnclosure:
         return LogEnclosure(-math.inf, -math.inf)
     with ctx.workprec(2 * GUARD):
         if p == math.inf:
-            return _enclosure(_supremum(trap, zones).log())
+            return _enclosure(_supremum(trap, zones))
         low, high = _between_powers(trap, p, zones)
         return LogEnclosure(_below(low / arb(p)), _above(high / arb(p)))
 
@@ -269,7 +269,7 @@ def _supremum(trap: _Trap, zones: tuple[bool, bool]) -> Any:
     m, beta, x_in, x_out = trap.balls()
     inner, outer, slope = (2 * x_in).sqrt(), (2 * x_out).sqrt(), abs(beta)
     at_inner = slope * inner + m
-    if not zones[1] or slope == 0 or trap.alpha == 1:
+    if not zones[1] or trap.alpha == 1:
         return at_inner
     top = (outer - m / slope) / 2
     at_top = (slope * outer + m) ** 2 / (4 * slope * (outer - inner))
@@ -612,8 +612,11 @@ def _positive(ball: Any) -> Any:
 # --- balls to floats ------------------------------------------------------------------------------
 
 
-def _enclosure(log: Any) -> LogEnclosure:
-    return LogEnclosure(_below(log), _above(log))
+def _enclosure(ball: Any) -> LogEnclosure:
+    """Of the logarithm of a positive ball."""
+    with ctx.workprec(2 * GUARD):
+        log = ball.log()
+        return LogEnclosure(_below(log), _above(log))
 
 
 def _below(x: Any) -> float:

@@ -316,17 +316,15 @@ class _Block:
         self.noise, self.coins = noise, coins  # of these chains, within buffers that blocks share
         self.streams: list[tuple[Tensor, Tensor, torch.Generator]] = []
 
-    def draw(self, deviation: float) -> Tensor:
-        """Fresh normal noise ``[rows, d]``, in a buffer that the next draw overwrites."""
+    def draw(self, deviation: float) -> None:
+        """Fresh normal numbers in ``noise [rows, d]``."""
         for noise, _, generator in self.streams:
             noise.normal_(0.0, deviation, generator=generator)
-        return self.noise
 
-    def toss(self) -> Tensor:
-        """Uniform numbers ``[rows]``, float64."""
+    def toss(self) -> None:
+        """Fresh uniform numbers in ``coins [rows]``, float64."""
         for _, coins, generator in self.streams:
             coins.uniform_(generator=generator)
-        return self.coins
 
 
 class _Stage(Protocol):
@@ -476,7 +474,7 @@ class _Record:
             self.samples[number // self.thin - 1, chains] = x
         if self.mean is not None and self.squares is not None:
             _add_moments(x, number, self.mean[chains], self.squares[chains])
-        self.bar.update(steps * x.shape[0])  # len(x) takes microseconds
+        self.bar.update(steps * (chains.stop - chains.start))
 
     @property
     def variance(self) -> Tensor | None:
@@ -512,6 +510,7 @@ class _Affine:
         self.score, self.n_steps, self.hint = score, n_steps, hint
         self.keep, self.drift, self.noise = keep, drift, noise
         self.limit = math.inf
+        self.value: Tensor | None = None  # what the score returned last
 
     def prepare(self, x: Tensor) -> None:
         """Fix the squared norm beyond which a chain has diverged."""
@@ -523,63 +522,56 @@ class _Affine:
 
     def advance(self, x: Tensor, block: _Block, done: int, record: _Record) -> None:
         """All steps of a block."""
-        move = self._radial(x) if self._is_compiled(x) else self._plain(x)
-        last = done + self.n_steps
+        compiled, last = _compiles(x.device), done + self.n_steps
+        make = self._radial if compiled and _is_radial(self.score) else self._any
+        move = make(x, block.noise)
         for number in range(done + 1, last + 1):
-            bad, score = move(block.draw(self.noise), number % CHECK == 0 or number == last)
+            block.draw(self.noise)
+            bad = move()
+            if not compiled and (number % CHECK == 0 or number == last):
+                bad = _first_bad(x, self.limit)
             if bad >= 0:
-                raise self._divergence(number, block.chains.start + bad, score, bad)
+                raise self._divergence(number, block.chains.start + bad, bad)
             record(number, block.chains, x)
 
-    def _is_compiled(self, x: Tensor) -> bool:
-        return _compiles(x.device) and _is_radial(self.score)
-
-    def _radial(self, x: Tensor) -> _Move:
+    def _radial(self, x: Tensor, noise: Tensor) -> Callable[[], int]:
         """The step with the score's law inside."""
-        score, rows = self.score, len(x)
+        score = self.score
         assert isinstance(score, RadialScore)
         frame = [part.to(x).numpy() for part in (score.axis, score.origin)]
-        sums = np.empty(rows), np.empty(rows)  # axis·y and ‖y‖² of each row
+        sums = np.empty(len(x)), np.empty(len(x))  # axis·y and ‖y‖² of each row
         points, law = x.numpy(), np.array(score.law.parameters, dtype=np.float64)
         compiled = _compiled()
         compiled.project(points, *frame, *sums)
         numbers = (score.law.kind, law, self.keep, self.drift, self.limit)
+        return functools.partial(compiled.radial, points, noise.numpy(), *frame, *sums, *numbers)
 
-        def move(noise: Tensor, _: bool) -> tuple[int, None]:
-            return compiled.radial(points, noise.numpy(), *frame, *sums, *numbers), None
+    def _any(self, x: Tensor, noise: Tensor) -> Callable[[], int]:
+        """The step with any score; off the CPU it doesn't look for bad rows."""
+        if not _compiles(x.device):
+
+            def move_there() -> int:
+                self.value = _call(self.score, x)
+                x.mul_(self.keep).add_(self.value, alpha=self.drift).add_(noise)
+                return -1
+
+            return move_there
+        points, noises, step = x.numpy(), noise.numpy(), _compiled().affine
+        numbers = (self.keep, self.drift, self.limit)
+
+        def move() -> int:
+            self.value = _call(self.score, x)
+            return step(points, self.value.contiguous().numpy(force=True), noises, *numbers)
 
         return move
 
-    def _plain(self, x: Tensor) -> _Move:
-        """The step with any score; off the CPU, bad rows are looked for when ``check`` says so."""
-        if _compiles(x.device):
-            points, step = x.numpy(), _compiled().affine
-
-            def move(noise: Tensor, _: bool) -> tuple[int, Tensor]:
-                s = _call(self.score, x)
-                numbers = (self.keep, self.drift, self.limit)
-                return step(points, s.contiguous().numpy(force=True), noise.numpy(), *numbers), s
-
-            return move
-
-        def move_there(noise: Tensor, check: bool) -> tuple[int, Tensor]:
-            s = _call(self.score, x)
-            x.mul_(self.keep).add_(s, alpha=self.drift).add_(noise)
-            return _first_bad(x, self.limit) if check else -1, s
-
-        return move_there
-
-    def _divergence(
-        self, number: int, chain: int, score: Tensor | None, row: int
-    ) -> DivergenceError:
-        if score is not None and not bool(score[row].isfinite().all()):
-            what = "NaN" if bool(score[row].isnan().any()) else "an infinity"
+    def _divergence(self, number: int, chain: int, row: int) -> DivergenceError:
+        value = None if self.value is None else self.value[row]
+        if value is not None and not bool(value.isfinite().all()):
+            what = "NaN" if bool(value.isnan().any()) else "an infinity"
             return DivergenceError(f"the score returned {what} at step {number}, for chain {chain}")
         hint = self.hint or _remedy(self.score, self.drift)
         return DivergenceError(f"chain {chain} diverged at step {number}: {hint}")
-
-
-_Move: TypeAlias = Callable[[Tensor, bool], tuple[int, Tensor | None]]
 
 
 def _remedy(score: ScoreMap, step: float) -> str:
@@ -659,7 +651,7 @@ def _kernel_chains(run: _Run, score: RadialScore, step: float) -> Chains:
             if (bad := _first_bad(run.final, stage.limit)) >= 0:
                 hint = _remedy(score, step)
                 raise DivergenceError(f"chain {bad} diverged by step {done}: {hint}")
-            run.record(done, slice(None), run.final, many)
+            run.record(done, slice(0, len(run.final)), run.final, many)
     return run.chains()
 
 
@@ -695,12 +687,13 @@ class _Metropolis:
         score = _call(self.score, x).clone()
         self._check(score, log, 0, block)
         for number in range(done + 1, done + self.n_steps + 1):
-            noise = block.draw(math.sqrt(2 * self.step))
-            proposal = torch.add(x, score, alpha=self.step).add_(noise)
+            block.draw(math.sqrt(2 * self.step))
+            block.toss()
+            proposal = torch.add(x, score, alpha=self.step).add_(block.noise)
             new_log, new_score = self._log_density(proposal), _call(self.score, proposal)
             self._check(new_score, new_log, number, block)
-            ratio = new_log - log + self._correction(score + new_score, noise)
-            accept = block.toss().log() < ratio  # a NaN outside the support: no
+            ratio = new_log - log + self._correction(score + new_score, block.noise)
+            accept = block.coins.log() < ratio  # a NaN outside the support: no
             for old, new in ((x, proposal), (score, new_score)):
                 torch.where(accept[:, None], new, old, out=old)
             torch.where(accept, new_log, log, out=log)

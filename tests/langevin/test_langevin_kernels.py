@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from proofread.langevin.kernels import (
     step_cost,
     takes,
 )
+from proofread.langevin.scores import GaussianScore, MixtureScore, RadialLaw, RadialScore, TrapScore
 
 Floats = NDArray[np.float64]
 GUARD = 64
@@ -48,14 +49,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-class Law(NamedTuple):
-    """As ``RadialLaw``: the kernel reads these two names only."""
-
-    kind: int
-    parameters: tuple[float, ...]
-
-
-STANDARD = Law(GAUSSIAN, (0.0, 1.0))
+STANDARD = RadialLaw(GAUSSIAN, (0.0, 1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +69,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert (buffer[-GUARD:] == 123).all(), "written past the end of a buffer"
 
 
-def run(x: Tensor, law: Law, step: float = 0.01, n_steps: int = 1, **more: Any) -> Tensor:
+def run(x: Tensor, law: RadialLaw, step: float = 0.01, n_steps: int = 1, **more: Any) -> Tensor:
     """With the axis in a direction of its own and the origin off 0, unless the test says."""
     d = x.shape[1]
     arguments = {"axis": axis_of(d), "origin": origin_of(d), "seed": 5} | more
@@ -140,7 +134,7 @@ def normal(seed: int, step: int, chain: int, dimension: int) -> float:
     return normal_pair(*words[2 * (q // 2) : 2 * (q // 2) + 2])[q % 2]
 
 
-def coefficients(law: Law, u: float, w: float) -> tuple[float, float]:
+def coefficients(law: RadialLaw, u: float, w: float) -> tuple[float, float]:
     """pull and push by the definition of each law."""
     p = law.parameters
     if law.kind == GAUSSIAN:
@@ -155,7 +149,7 @@ def coefficients(law: Law, u: float, w: float) -> tuple[float, float]:
     return float((shares / variances).sum()), float((shares * positions / variances).sum())
 
 
-def replay(x: Floats, law: Law, step: float, xi: Floats) -> Floats:
+def replay(x: Floats, law: RadialLaw, step: float, xi: Floats) -> Floats:
     """The chains by a loop in float64, with noise ``[n_steps, C, d]``."""
     axis, origin = axis_of(x.shape[1]).numpy(), origin_of(x.shape[1]).numpy()
     x = x.copy()
@@ -168,16 +162,18 @@ def replay(x: Floats, law: Law, step: float, xi: Floats) -> Floats:
     return x
 
 
-def mixture(d: int, *components: tuple[float, float, float]) -> Law:
+def mixture(d: int, *components: tuple[float, float, float]) -> RadialLaw:
     """From (weight, position, variance) each."""
     logs = tuple(math.log(w) - d / 2 * math.log(v) for w, _, v in components)
     positions, variances = tuple(m for _, m, _ in components), tuple(v for _, _, v in components)
-    return Law(MIXTURE, (len(components), *logs, *positions, *variances))
+    return RadialLaw(MIXTURE, (len(components), *logs, *positions, *variances))
 
 
-LAWS: dict[str, Callable[[int], Law]] = {
-    "Gaussian": lambda d: Law(GAUSSIAN, (2.0, 0.7)),
-    "trap": lambda d: Law(TRAP, (1.5 * math.sqrt(d), 4.0, 0.8 * math.sqrt(d), 1.3 * math.sqrt(d))),
+LAWS: dict[str, Callable[[int], RadialLaw]] = {
+    "Gaussian": lambda d: RadialLaw(GAUSSIAN, (2.0, 0.7)),
+    "trap": lambda d: RadialLaw(
+        TRAP, (1.5 * math.sqrt(d), 4.0, 0.8 * math.sqrt(d), 1.3 * math.sqrt(d))
+    ),
     "one component": lambda d: mixture(d, (1.0, -1.0, 2.0)),
     "equal variances": lambda d: mixture(d, (0.3, -1.0, 1.0), (0.7, 2.0, 1.0)),
     "three components": lambda d: mixture(d, (0.2, 0.0, 1.0), (0.3, 3.0, 1.1), (0.5, -2.0, 0.9)),
@@ -280,7 +276,7 @@ def test_gaussian_law_after_many_steps(dtype: torch.dtype, device: str) -> None:
     Kolmogorov–Smirnov."""
     c, d, k, h, m, v = 40, 36, 20, 0.2, 3.0, 0.5
     start = torch.full((c, d), 2.0, dtype=dtype, device=device)
-    end = run(start, Law(GAUSSIAN, (m, v)), h, k, seed=1).double().cpu().numpy()
+    end = run(start, RadialLaw(GAUSSIAN, (m, v)), h, k, seed=1).double().cpu().numpy()
     mean, variance = np.full(d, 2.0), 0.0
     target = origin_of(d).numpy() + m * axis_of(d).numpy()
     for _ in range(k):
@@ -300,7 +296,7 @@ def test_gaussian_law_after_many_steps(dtype: torch.dtype, device: str) -> None:
 @laws
 @pytest.mark.parametrize("d", [1, 2, 20, 63])
 def test_steps_equal_a_loop_with_the_same_noise(
-    d: int, law: Callable[[int], Law], device: str
+    d: int, law: Callable[[int], RadialLaw], device: str
 ) -> None:
     c, k, h = 8, 5, 0.02
     x, xi = states(c, d), noise(c, d, k, device=device)
@@ -310,9 +306,27 @@ def test_steps_equal_a_loop_with_the_same_noise(
 
 
 @on_devices
+@pytest.mark.parametrize("name", ["Gaussian", "trap", "mixture"])
+def test_scores_of_the_package(name: str, device: str) -> None:
+    """A step with a score's own law, axis and origin is ``x + h·score(x) + √(2h)·noise``."""
+    d, h = 6, 0.05
+    mean, means = torch.linspace(0.5, 2.0, d), torch.arange(2.0 * d).view(2, d) / d
+    score: RadialScore = {
+        "Gaussian": lambda: GaussianScore(mean, 1.5),
+        "trap": lambda: TrapScore(4 * mean, 3.0, 0.8, 1.3, centre=-mean),
+        "mixture": lambda: MixtureScore(means, [1.0, 1.3], [0.4, 0.6]),
+    }[name]()
+    x = -mean + states(6, d) - origin_of(d)
+    xi = torch.tensor(noise(6, d, 1, device=device)[0])
+    right = x + h * score(x) + math.sqrt(2 * h) * xi
+    found = run(x.to(device), score.law, h, axis=score.axis, origin=score.origin)
+    torch.testing.assert_close(found.cpu(), right, rtol=1e-12, atol=1e-12)
+
+
+@on_devices
 @laws
 @pytest.mark.parametrize("d", [7, 64])
-def test_float32_follows_float64(d: int, law: Callable[[int], Law], device: str) -> None:
+def test_float32_follows_float64(d: int, law: Callable[[int], RadialLaw], device: str) -> None:
     """One noise for both: the paths part by rounding alone."""
     x = states(8, d).to(device)
     right = run(x, law(d), 0.02, 3)
@@ -349,7 +363,7 @@ def test_components_far_apart(dtype: torch.dtype, device: str) -> None:
 @on_devices
 def test_one_component_is_the_gaussian(device: str) -> None:
     x = states(6, 10).to(device)
-    one, gaussian = mixture(10, (1.0, 2.0, 0.7)), Law(GAUSSIAN, (2.0, 0.7))
+    one, gaussian = mixture(10, (1.0, 2.0, 0.7)), RadialLaw(GAUSSIAN, (2.0, 0.7))
     torch.testing.assert_close(
         run(x, one, 0.1, 6), run(x, gaussian, 0.1, 6), rtol=1e-12, atol=1e-12
     )
@@ -438,7 +452,7 @@ def test_a_step_too_large_ends_in_no_number(device: str) -> None:
 
 # --- errors ---------------------------------------------------------------------------------------
 
-GOOD = Law(TRAP, (1.0, 2.0, 0.5, 1.0))
+GOOD = RadialLaw(TRAP, (1.0, 2.0, 0.5, 1.0))
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half precision": ({"x": torch.zeros(2, 3).half()}, TypeError, "x must be float32 or float64"),
     "one chain": ({"x": torch.zeros(3)}, ValueError, r"x must be \[C, d\]"),
@@ -454,12 +468,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "first_step": ({"first_step": 2**63 - 1}, ValueError, r"their sum below 2\*\*63"),
     "first_chain": ({"first_chain": 2**32 - 1}, ValueError, r"their sum below 2\*\*32"),
     "negative chain": ({"first_chain": -1}, ValueError, "first_chain"),
-    "kind": ({"law": Law(3, (1.0, 2.0))}, ValueError, "law must be Gaussian"),
-    "variance": ({"law": Law(GAUSSIAN, (0.0, 0.0))}, ValueError, "variance > 0"),
-    "radii": ({"law": Law(TRAP, (1.0, 2.0, 1.0, 1.0))}, ValueError, "inner < outer"),
-    "lengths": ({"law": Law(MIXTURE, (2, 0.0, 0.0, 1.0))}, ValueError, "mixture"),
-    "no components": ({"law": Law(MIXTURE, ())}, ValueError, "mixture"),
-    "NaN": ({"law": Law(TRAP, (1.0, math.nan, 0.5, 1.0))}, ValueError, "must be finite"),
+    "kind": ({"law": RadialLaw(3, (1.0, 2.0))}, ValueError, "law must be Gaussian"),
+    "variance": ({"law": RadialLaw(GAUSSIAN, (0.0, 0.0))}, ValueError, "variance > 0"),
+    "radii": ({"law": RadialLaw(TRAP, (1.0, 2.0, 1.0, 1.0))}, ValueError, "inner < outer"),
+    "lengths": ({"law": RadialLaw(MIXTURE, (2, 0.0, 0.0, 1.0))}, ValueError, "mixture"),
+    "no components": ({"law": RadialLaw(MIXTURE, ())}, ValueError, "mixture"),
+    "NaN": ({"law": RadialLaw(TRAP, (1.0, math.nan, 0.5, 1.0))}, ValueError, "must be finite"),
 }
 
 
@@ -469,9 +483,10 @@ def test_errors_come_before_the_launch(
     change: dict[str, Any], error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_kernel", None)
-    good = {"x": torch.zeros(2, 3), "law": GOOD, "axis": axis_of(3), "origin": origin_of(3)}
+    good: dict[str, Any] = {"x": torch.zeros(2, 3), "law": GOOD}
+    good |= {"axis": axis_of(3), "origin": origin_of(3), "step": 0.1, "n_steps": 1, "seed": 0}
     with pytest.raises(error, match=says):
-        langevin_triton(**(good | {"step": 0.1, "n_steps": 1, "seed": 0} | change))
+        langevin_triton(**(good | change))
 
 
 def test_what_the_kernel_takes() -> None:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,8 +51,7 @@ from torch import Tensor
 
 from proofread.triton_support import KernelSpec, interpreting
 
-if TYPE_CHECKING:
-    from .scores import RadialLaw
+from .scores import GAUSSIAN, MIXTURE, TRAP, RadialLaw
 
 __all__ = [
     "KERNELS",
@@ -65,7 +64,6 @@ __all__ = [
     "takes",
 ]
 
-GAUSSIAN, TRAP, MIXTURE = 0, 1, 2  # kinds of a RadialLaw
 MAX_DIMENSION = 4096  # beyond, a chain does not fit into the registers of 8 warps
 TILE_BYTES = 4096  # states of a program at the least
 _NAMES = ("Gaussian", "trap", "mixture")

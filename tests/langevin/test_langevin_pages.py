@@ -98,6 +98,16 @@ def test_contrast_of_the_samplers() -> None:
     assert torch.equal(found.langevin[0], found.diffusion[0])
 
 
+def test_a_correction_does_not_free_the_chains() -> None:
+    found = trials.corrected((16,), n_chains=20, n_steps=500)[0]
+    assert found.distance[0] > 5
+    assert found.distance[1] == pytest.approx(1, abs=0.2)
+    assert found.acceptance[0] < 0.2
+    assert found.acceptance[1] > 0.9
+    row = reports.corrected_table([found], 500).rows[0]
+    assert float(row[1]) == pytest.approx(found.distance[0], abs=0.01)
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

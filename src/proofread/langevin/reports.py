@@ -20,7 +20,7 @@ from .learned_study import DiffusionStudy, StartsStudy
 from .radial import radial_chain
 from .samplers import langevin
 from .scores import TrapScore
-from .trials import Contrast, Exit, Stay
+from .trials import Contrast, Corrected, Exit, Stay
 
 LN10 = math.log(10)
 
@@ -244,6 +244,20 @@ def exit_table(found: Sequence[Exit]) -> Table:
         )
     columns = ("d", "α", "R", "left, 95 %", "bound", "bound / share")
     return Table(columns, rows, f"ULA from N(0, I), {found[0].share.n:,} radial chains each")
+
+
+def corrected_table(found: Sequence[Corrected], n_steps: int) -> Table:
+    """Where MALA's chains are at the end, and how often they moved."""
+    rows = []
+    for run in found:
+        distances = (f"{x:.2f}" for x in run.distance)
+        accepted = (f"{100 * x:.1f} %" for x in run.acceptance)
+        rows.append((run.dimension, *distances, *accepted))
+    names = [
+        f"{name}, {score}" for name in ("‖x − μ‖/√d", "accepted") for score in ("trap", "exact")
+    ]
+    note = f"MALA with the exact density from N(0, I), h = 0.02, {n_steps:,} steps, 64 chains"
+    return Table(("d", *names), rows, note)
 
 
 def contrast_table(near: Contrast, beyond: Contrast) -> Table:

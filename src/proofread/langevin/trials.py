@@ -14,7 +14,7 @@ from ..stats import Estimate, clopper_pearson
 from .bounds import escape_bound, tv_lower_bound
 from .enclosures import ball_log_probability
 from .radial import radial_chain
-from .samplers import diffusion_sampler, langevin
+from .samplers import diffusion_sampler, langevin, mala
 from .scores import GaussianScore, MemorizingScore, Score, TrapScore
 
 FULL = (2, 8, 32, 128, 512, 1000)
@@ -136,6 +136,48 @@ def exits(
         )
         share = clopper_pearson(left, n_chains)
         found.append(Exit(d, alpha, ratio, share, math.exp(bound.log_probability)))
+    return found
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """MALA with the exact density, and proposals by the trap or by the exact score.
+
+    Attributes:
+        dimension: d.
+        distance: mean distance to the target's mean at the end over √d, trap and exact score.
+        acceptance: share of accepted proposals, trap and exact score.
+    """
+
+    dimension: int
+    distance: tuple[float, float]
+    acceptance: tuple[float, float]
+
+
+def corrected(
+    dimensions: Sequence[int] = (2, 8, 32, 128),
+    *,
+    n_chains: int = 64,
+    step: float = 0.02,
+    n_steps: int = 2000,
+    seed: int = 0,
+) -> list[Corrected]:
+    """Metropolis-corrected chains from N(0, I), whose invariant law is the target."""
+    found = []
+    for d in dimensions:
+        trap = TrapScore.standard(d)
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(n_chains, d, generator=generator, dtype=torch.float64)
+        runs = [
+            mala(score, trap.target.log_density, start, step, n_steps, seed=seed, progress=False)
+            for score in (trap, trap.target)
+        ]
+        distance, acceptance = [], []
+        for run in runs:
+            assert run.acceptance is not None
+            distance.append(float(_distances(run.final, trap.mean).mean()))
+            acceptance.append(float(run.acceptance.mean()))
+        found.append(Corrected(d, (distance[0], distance[1]), (acceptance[0], acceptance[1])))
     return found
 
 

@@ -214,8 +214,8 @@ def draw_starts(study: StartsStudy, measure: str = "kl") -> Figure:
         )
     floor = float(getattr(study, f"{measure}_floor").mean())
     axes.axhline(floor, color=COLOURS["black"], linestyle=":", label="exact samples")
-    axes.set_xticks(np.arange(len(kinds)), labels=[SCORES[k].replace(", ", ",\n") for k in kinds])
-    axes.tick_params(axis="x", labelsize="x-small")
+    axes.set_xticks(np.arange(len(kinds)), labels=[SCORES[k].replace(" ", "\n", 1) for k in kinds])
+    axes.tick_params(axis="x", labelsize="small")
     name = {"kl": "KL divergence (nats)", "w2": "Wasserstein-2 distance"}[measure]
     axes.set(xlabel="score", ylabel=name, yscale="log")
     axes.legend(fontsize="small", ncols=2)

@@ -27,7 +27,7 @@ HELD_OUT_COPIES = 4  # noisy copies of each held-out point
 TRAIN, HELD_OUT, CHAINS = range(3)  # purposes of random numbers; see generators_of
 _MASK = (1 << 63) - 1
 
-#: A score for each of S networks: ``[S, C, d]`` to ``[S, C, d]``.
+# A score for each of S networks: ``[S, C, d]`` to ``[S, C, d]``.
 Field = Callable[[Tensor], Tensor]
 
 # --- networks -------------------------------------------------------------------------------------

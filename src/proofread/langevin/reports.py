@@ -16,7 +16,7 @@ from .audit import initialization_audit
 from .bounds import certified_log_horizon, escape_bound
 from .enclosures import LogEnclosure
 from .identities import STANDARD, Trap
-from .learned_study import DiffusionStudy, StartsStudy
+from .learned_study import STARTS, DiffusionStudy, StartsStudy
 from .radial import radial_chain
 from .samplers import langevin
 from .scores import TrapScore
@@ -291,11 +291,11 @@ def benchmark_table() -> Table:
 # --- learned scores -------------------------------------------------------------------------------
 
 SCORES = {
-    "memorised": "network, trained to the end",
-    "stopped": "network, stopped early",
+    "memorised": "memorised network",
+    "stopped": "stopped network",
     "exact": "exact score",
-    "theorem 7": "theorem 7 on the same points",
-    "empirical": "exact minimiser of the training loss",
+    "theorem 7": "theorem 7's score",
+    "empirical": "training minimiser",
 }
 SAMPLERS = {
     "diffusion": "diffusion, learned, from N(0, I)",
@@ -331,9 +331,7 @@ def starts_table(study: StartsStudy, measure: str, note: str) -> Table:
     rows = []
     for kind in kinds:
         found = getattr(study, measure)[kind]
-        cells = [
-            _interval(mean_interval(found[s].numpy())) for s in ("fresh", "training", "normal")
-        ]
+        cells = [_interval(mean_interval(found[s].numpy()), 1) for s in STARTS]
         rows.append((SCORES[kind], *cells, _interval(study.ratio(kind, measure=measure))))
     name = {"kl": "KL", "w2": "W₂"}[measure]
     floor = mean_interval(getattr(study, f"{measure}_floor").numpy()).value
@@ -369,6 +367,6 @@ def audit_table(study: StartsStudy, n_steps: int = 200) -> Table:
             shares = report.coincident.value, report.held_training.value, report.kept.value
             cells = (f"{100 * share:.0f} %" for share in shares)
             rows.append((SCORES[kind], name, *cells, report.verdict))
-    columns = ("score", "starts", "starts in training set", "training points held", "control held")
+    columns = ("score", "starts", "in training set", "training points held", "control held")
     note = f"first seed, {n_steps} steps; control: displaced training points"
     return Table((*columns, "verdict"), rows, note)

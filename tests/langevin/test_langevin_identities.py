@@ -49,6 +49,7 @@ def test_drift_bounds_are_tight_and_hold() -> None:
     assert 0.99 < identities.attack_drift() <= 1 + 1e-9
     assert -0.05 < identities.attack_step() <= 1e-9
     assert 0.5 < identities.attack_stationary() <= 1
+    assert 0.3 < identities.attack_diffusion(300) <= 1
 
 
 # --- theorem 1 ------------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ def test_tilt_in_one_dimension_by_quadrature() -> None:
     ball = norm.cdf(centre + 1) - norm.cdf(centre - 1)
     tv = inside / (inside + 1 - ball) - ball  # q(B) − π(B), which is the TV distance here
     assert identities.TILT_MASS - 1e-3 < score.limit_tv() <= tv
+    assert identities.tilted_tv_by_quadrature() == pytest.approx(tv, abs=1e-9)
 
 
 def test_limits_and_no_tilt() -> None:

@@ -86,6 +86,13 @@ def test_the_error_is_the_same_at_every_level(direction: float, time: float) -> 
     assert float(errors[0]) == pytest.approx(float(errors[1]), rel=0.2)
 
 
+def test_level_table_shows_one_error() -> None:
+    table = reports.level_table(16, (0.0, 2.0))
+    assert {error for row in table.rows for error in row[2:]} == {
+        reports.power_of_ten(STANDARD.log_error(16).high)
+    }
+
+
 def test_contrast_of_the_samplers() -> None:
     found = trials.contrast(16, n_chains=30, n_steps=300)
     assert found.times[-1] == pytest.approx(6.0)

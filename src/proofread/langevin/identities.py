@@ -217,6 +217,26 @@ def attack_stationary(n: int = 2000, seed: int = 0) -> float:
     return max(ratios)
 
 
+def attack_diffusion(n: int = 2000, seed: int = 0) -> float:
+    """Largest ratio of the exact TV of the sampler to its bound, constant errors, one dimension.
+
+    With an error δ at every level the output is normal with variance 1, and its mean is off by
+    e_s = e^(−Δ) e_t + (e^Δ − e^(−Δ)) δ from level to level, −e^(−T) μ at the start.
+    """
+    rng = np.random.default_rng(seed)
+    worst = 0.0
+    for _ in range(n):
+        step, levels = rng.uniform(0.02, 1.5), int(rng.integers(1, 60))
+        error, mean = 10 ** rng.uniform(-4, 0), rng.uniform(0, 9)
+        off = -math.exp(-levels * step) * mean
+        for _ in range(levels):
+            off = math.exp(-step) * off + 2 * math.sinh(step) * error * rng.choice([-1.0, 1.0])
+        exact = math.erf(abs(off) / 2**1.5)
+        bound = diffusion_tv_bound(math.log(error), mean, levels, step)
+        worst = max(worst, exact / math.exp(min(0.0, bound)))
+    return worst
+
+
 def exit_probability(
     d: int,
     alpha: float,
@@ -308,6 +328,24 @@ def tilted(d: int, error: float = TILT_ERROR) -> TiltedScore:
 def limit_tv(dimensions: Sequence[int] = (1, 3, 10)) -> float:
     """Smallest certified lower bound of TV(target, limit) over dimensions, errors ≤ 10⁻⁶."""
     return min(tilted(d).limit_tv() for d in dimensions)
+
+
+def tilted_tv_by_quadrature() -> float:
+    """TV(q, π) in one dimension by quadrature, which is q(B) − π(B) for the outer ball B."""
+    from scipy.integrate import quad
+    from scipy.stats import norm
+
+    score = tilted(1)
+    centre, slope = float(score.centre[0]), score.height / (score.outer - score.inner)
+
+    def weight(x: float) -> float:
+        lift = min(score.height, slope * (score.outer - abs(x - centre)))
+        return math.exp(lift - x * x / 2) / math.sqrt(2 * math.pi)
+
+    ends = centre - score.outer, centre + score.outer
+    inside = quad(weight, *ends, points=[centre - score.inner, centre + score.inner])[0]
+    ball = float(norm.sf(ends[0]) - norm.sf(ends[1]))
+    return inside / (inside + 1 - ball) - ball
 
 
 def untilted_tv(dimensions: Sequence[int] = (1, 3, 10)) -> float:

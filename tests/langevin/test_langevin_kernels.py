@@ -72,7 +72,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(x: Tensor, law: RadialLaw, step: float = 0.01, n_steps: int = 1, **more: Any) -> Tensor:
     """With the axis in a direction of its own and the origin off 0, unless the test says."""
     d = x.shape[1]
-    arguments = {"axis": axis_of(d), "origin": origin_of(d), "seed": 5} | more
+    arguments: dict[str, Any] = {"axis": axis_of(d), "origin": origin_of(d), "seed": 5} | more
     axis, origin, seed = (arguments.pop(name) for name in ("axis", "origin", "seed"))
     return langevin_triton(x, law, axis, origin, step, n_steps, seed, **arguments)
 
@@ -226,14 +226,14 @@ def test_noise_is_philox_and_box_muller(seed: int, step: int, chain: int, device
         origin=torch.zeros(d),
     ).cpu()
     # x' = x/2 + ξ from the first step's ξ
-    right = [
+    rows = [
         [
             normal(seed, step, chain + i, j) / 2 + normal(seed, step + 1, chain + i, j)
             for j in range(d)
         ]
         for i in range(c)
     ]
-    right = torch.tensor(right, dtype=torch.float64)
+    right = torch.tensor(rows, dtype=torch.float64)
     torch.testing.assert_close(found, right, rtol=ROUNDING, atol=ROUNDING)
 
 

@@ -30,34 +30,50 @@ from proofread.langevin.scores import (
     TrapScore,
 )
 
+CPU = torch.device("cpu")
+LOW = 2**32 - 1
 LIMIT = 4.5  # standard errors; seeds are fixed
 
 
 # --- twins ----------------------------------------------------------------------------------------
 
 
-def draws(seed: int, n: int, d: int, n_steps: int, dtype, first: int = 0, coins: bool = False):
-    """Standard normal noise ``[n_steps, n, d]`` of n chains, and uniforms ``[n_steps, n]``.
+def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
+    """Philox-4x32-10 (Salmon et al., 2011): four words of 32 bits from four and two."""
+    low, half = np.uint64(2**32 - 1), np.uint64(32)
+    a, b, c, e = (np.asarray(word, dtype=np.uint64) for word in counter)
+    for number in range(10):
+        first = np.uint64((key[0] + number * 0x9E3779B9) % 2**32)
+        second = np.uint64((key[1] + number * 0xBB67AE85) % 2**32)
+        p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, e = q >> half ^ b ^ first, q & low, p >> half ^ e ^ second, p & low
+    return [a, b, c, e]
 
-    Straight from the rule: each group of neighbours owns a generator, which draws for the group.
-    """
-    _, each = samplers._shape(d, torch.device("cpu"))
-    groups = range(first // each, math.ceil((first + n) / each))
-    noise, uniform = [], []
-    for group in groups:
-        generator = samplers._generator(seed, group, torch.device("cpu"))
-        for _ in range(n_steps):
-            noise.append(torch.empty(each, d, dtype=dtype).normal_(generator=generator))
-            if coins:
-                uniform.append(torch.rand(each, generator=generator, dtype=torch.float64))
-    pick = slice(first - groups[0] * each, first - groups[0] * each + n)
-    z = torch.stack(noise).view(len(groups), n_steps, each, d).transpose(0, 1)
-    z = z.reshape(n_steps, -1, d)[:, pick]
-    if not coins:
-        return z
-    return z, torch.stack(uniform).view(len(groups), n_steps, each).transpose(0, 1).reshape(
-        n_steps, -1
-    )[:, pick]
+
+def box_muller(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """In float64. Of y, bit 31 turns by π, bit 30 swaps the two, 30 bits are an angle in ±π/4."""
+    r = np.sqrt(-2 * np.log((x.astype(float) + 0.5) / 2**32)) * (1 - 2.0 * (y >> 31))
+    angle = (y.astype(np.int64) << 34 >> 34) / 2**30 * math.pi / 2
+    sine, cosine = r * np.sin(angle), r * np.cos(angle)
+    swap = y >> 30 & 1 == 1
+    return np.where(swap, sine, cosine), np.where(swap, cosine, sine)
+
+
+def normals(seed: int, chains: np.ndarray, step: int, groups: np.ndarray) -> np.ndarray:
+    """``[C, 4G]``, from the definition."""
+    chain, group = np.meshgrid(chains, groups, indexing="ij")
+    counter = [group, np.full_like(group, step % 2**32), np.full_like(group, step >> 32), chain]
+    a, b, c, e = (word.astype(np.int64) for word in philox(counter, (seed % 2**32, seed >> 32)))
+    z = np.stack([*box_muller(a, b), *box_muller(c, e)], axis=2)
+    return z.reshape(len(chains), -1)
+
+
+def draws(seed: int, n: int, d: int, n_steps: int, dtype, first: int = 0, group: int = 0) -> Tensor:
+    """The noise of the samplers, ``[n_steps, n, d]``."""
+    out = torch.full((n_steps, n, d), math.nan, dtype=dtype)
+    for step, z in enumerate(out):
+        samplers._compiled(samplers._fill)(z.numpy(), seed, first, step, group, 1.0)
+    return out
 
 
 def ula(score, x: Tensor, h: float, noise: Tensor) -> Tensor:
@@ -135,15 +151,11 @@ def test_langevin_is_the_plain_loop(name: str, d: int, dtype) -> None:
 
 
 def test_langevin_in_blocks_is_the_plain_loop() -> None:
-    d, n = 700, 230  # three blocks, ten generators
-    rows, each = samplers._shape(d, torch.device("cpu"))
-    assert rows < n / 2
-    assert each < rows
+    d, n = 700, 230  # three blocks
+    assert n / 3 <= samplers._rows(d, CPU) < n / 2
     score, x = bump(d), normal(n, d, 1)
-    close(
-        langevin(score, x, 0.05, 6, seed=1).final,
-        ula(score, x, 0.05, draws(1, n, d, 6, x.dtype))[-1],
-    )
+    noise = draws(1, n, d, 6, x.dtype)
+    close(langevin(score, x, 0.05, 6, seed=1).final, ula(score, x, 0.05, noise)[-1])
 
 
 def test_trap_twin_visits_every_zone() -> None:
@@ -171,19 +183,6 @@ def test_gaussian_law_in_closed_form(dtype, compiled: bool) -> None:
     for i in range(3):
         p = stats.kstest((x[:, i] - expected[i]) / math.sqrt(variance), "norm").pvalue
         assert p > 1e-4
-
-
-def test_noise_of_chains_and_steps_is_uncorrelated() -> None:
-    """Across generators, too: 16 of them, 40 steps, all pairs of chains and of steps."""
-    d, n, n_steps = 1000, 256, 40
-    _, each = samplers._shape(d, torch.device("cpu"))
-    assert n // each == 16
-    z = langevin(torch.zeros_like, torch.zeros(n, d), 0.5, n_steps, seed=2, thin=1).samples
-    z = torch.diff(z, dim=0, prepend=torch.zeros(1, n, d))  # √(2h) = 1
-    for rows in (z[0], z[-1], z[:, 0], z[:, each], z[:, -1]):
-        assert (rows @ rows.T / math.sqrt(d)).triu(1).abs().max() < 6
-    assert abs(float(z.mean())) * math.sqrt(z.numel()) < LIMIT
-    assert abs(float(z.var()) - 1) * math.sqrt(z.numel() / 2) < LIMIT
 
 
 def test_start_is_left_alone_and_may_be_strided_or_need_gradients() -> None:
@@ -239,6 +238,87 @@ def test_no_chains_and_no_steps(n_steps: int) -> None:
     assert mala(score, score.log_density, x, 0.1, 0, seed=0).acceptance.tolist() == [0] * 4
 
 
+# --- noise ----------------------------------------------------------------------------------------
+
+
+def test_philox_gives_the_known_answers() -> None:
+    """Of the authors' Random123: counters and keys of zeros, of ones, and of π's digits."""
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], (0xA4093822, 0x299F31D0)
+    for counter, key, expected in (
+        ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([LOW] * 4, (LOW, LOW), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (*pi, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ):
+        assert [int(word) for word in philox(counter, key)] == expected
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("n", "d", "seed", "chain", "step", "group"),
+    [
+        (300, 3, 0, 0, 0, 0),
+        (1, 1, 1, 5, 2, 0),
+        (70, 64, 2**40 + 5, 2**32 - 70, 2**33 + 1, 7),
+        (5, 1030, 2**62 - 1, 100, 3, 0),
+        (2, 9, 3, 0, 2**62 - 2, 2**20),
+    ],
+)
+def test_noise_is_what_the_definition_says(n, d, seed, chain, step, group, dtype, other) -> None:
+    out = torch.full((n, d), math.nan, dtype=dtype)
+    if other:
+        samplers._fill_there(out, seed, chain, step, group, 0.5)
+    else:
+        samplers._compiled(samplers._fill)(out.numpy(), seed, chain, step, group, 0.5)
+    groups = np.arange(group, group + math.ceil(d / 4))
+    expected = normals(seed, np.arange(chain, chain + n), step, groups)[:, :d] / 2
+    # Near radius 0 the float32 argument of the logarithm is 1 up to 2⁻²⁵: off by up to 3·10⁻⁴.
+    z = torch.from_numpy(expected).to(dtype)
+    assert (out - z).abs().max() < 4e-4
+    assert (out - z).square().mean().sqrt() < 1e-5
+
+
+def test_noise_is_normal_and_uncorrelated() -> None:
+    n, d, n_steps = 500, 400, 10
+    z = draws(3, n, d, n_steps, torch.float64)
+    flat = z.flatten().numpy()  # two million
+    assert stats.kstest(flat, "norm").pvalue > 1e-3
+    for power, moment, fourth in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((flat**power).mean() - moment) < LIMIT * math.sqrt(fourth / flat.size)
+    for tail in (3.0, 4.0, 4.5):
+        expected = 2 * stats.norm.sf(tail) * flat.size
+        assert abs((abs(flat) > tail).sum() - expected) < LIMIT * math.sqrt(expected)
+    lags = {
+        "dimension": (z[..., :-1], z[..., 1:]),
+        "group": (z[..., :-4], z[..., 4:]),
+        "chain": (z[:, :-1], z[:, 1:]),
+        "step": (z[:-1], z[1:]),
+        "seed": (z, draws(4, n, d, n_steps, torch.float64)),
+        "seed 2³²": (z, draws(3 + 2**32, n, d, n_steps, torch.float64)),
+    }
+    for a, b in lags.values():
+        for f in (lambda x: x, lambda x: x**2 - 1):  # squares, too: values that share a radius
+            product = f(a) * f(b)
+            scale = product.std() / math.sqrt(product.numel())
+            assert abs(float(product.mean() / scale)) < LIMIT
+
+
+def test_the_gpu_kernel_makes_the_same_steps() -> None:
+    """Interpreted where there is no GPU."""
+    kernels = pytest.importorskip("proofread.langevin.kernels")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, d, dtype in (
+        ("gaussian", 7, torch.float64),
+        ("trap with a centre", 33, torch.float32),
+        ("line", 8, torch.float64),
+    ):
+        score, x = SCORES[name](d), normal(3, d, dtype=dtype)
+        run = langevin(score, x, 0.1, 5, seed=2**35 + 1, first_chain=9, thin=1)
+        arguments = (score.law, score.axis, score.origin, 0.1, 3, 2**35 + 1, 2, 9)
+        there = kernels.langevin_triton(run.samples[1].to(device), *arguments)
+        torch.testing.assert_close(there.cpu(), run.final, rtol=2e-5, atol=2e-5)
+
+
 # --- splits and seeds -----------------------------------------------------------------------------
 
 
@@ -290,16 +370,6 @@ def test_seeds_and_chains_differ() -> None:
     rows = torch.cat(ends)
     assert len(rows.unique(dim=0)) == len(rows)
     assert torch.equal(ends[0], langevin(torch.neg, x, 0.1, 1, seed=0).final)
-
-
-def test_no_two_generators_of_a_run_are_seeded_alike() -> None:
-    """torch reads 32 bits of a seed, so hashed seeds would collide among some 10⁵ generators."""
-    cpu = torch.device("cpu")
-    alike = [torch.randn(3, generator=torch.Generator().manual_seed(s)) for s in (5, 5 + 2**32)]
-    assert torch.equal(*alike)
-    seeds = {samplers._generator(0, number, cpu).initial_seed() for number in range(30_000)}
-    assert len(seeds) == 30_000
-    assert max(seeds) < 2**32
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -455,12 +525,24 @@ def naive_mala(score, log_density, x: Tensor, h: float, noise: Tensor, coins: Te
 @pytest.mark.parametrize("n", [7, 900])
 def test_mala_is_the_plain_loop(score, log_density, n: int) -> None:
     x, h = 0.5 * normal(n, 6), 0.3
-    noise, coins = draws(6, n, 6, 20, torch.float64, coins=True)
+    noise, pairs = draws(6, n, 6, 20, torch.float64), draws(6, n, 2, 20, torch.float64, group=2)
+    coins = (-pairs.square().sum(2) / 2).exp()
     end, accepted = naive_mala(score, log_density, x, h, noise, coins)
     run = mala(score, log_density, x, h, 20, seed=6)
     close(run.final, end)
     torch.testing.assert_close(run.acceptance, accepted)
     assert 0.1 < float(accepted.mean()) < 0.95
+
+
+def test_coins_of_mala_are_uniform_and_beyond_the_dimensions() -> None:
+    run = samplers._Run(torch.zeros(20_000, 6), 1, 0, None, False, 0, False)
+    blocks = list(run.blocks())
+    coins = torch.cat([block.log_coins(1).exp() for block in blocks])
+    assert stats.kstest(coins.numpy(), "uniform").pvalue > 1e-3
+    pairs = draws(0, 20_000, 2, 1, torch.float64, group=2)[0]
+    assert torch.equal(coins, (-pairs.square().sum(1) / 2).exp())
+    with pytest.raises(AssertionError):  # two groups hold six dimensions
+        close(draws(0, 20_000, 8, 1, torch.float64)[0, :, 4:6], pairs)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -537,6 +619,7 @@ GOOD = torch.zeros(4, 2)
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"seed": 0.5}, TypeError, "seed must be an integer"),
         ({"first_chain": -1}, ValueError, "first_chain must be at least 0"),
+        ({"first_chain": 2**32 - 3}, ValueError, r"first_chain \+ C must be at most 2\^32"),
         ({"statistics": True, "n_steps": 0}, ValueError, "statistics=True needs at least one"),
         ({"score": 3}, TypeError, r"score must be a function of \[rows, d\], not int"),
         ({"score": GaussianScore(torch.zeros(3))}, ValueError, r"\[C, 3\].*d = 2"),
@@ -611,7 +694,7 @@ def test_a_score_of_the_wrong_kind_is_named(score, kind, message: str) -> None:
 @pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "an infinity")])
 @pytest.mark.parametrize("d", [2, 512])
 def test_a_score_that_is_not_finite_is_named_with_step_and_chain(value, word, d: int) -> None:
-    rows, _ = samplers._shape(d, torch.device("cpu"))
+    rows = samplers._rows(d, CPU)
     calls = 0
 
     def score(x: Tensor) -> Tensor:
@@ -750,19 +833,32 @@ def test_passes_of_other_devices(monkeypatch) -> None:
     score = bump(d)
     run = langevin(score, x, 0.05, 70, seed=0, thin=5, statistics=True)
     states = ula(score, x, 0.05, draws(0, 250, d, 70, x.dtype))
-    close(run.samples, states[4::5])
-    close(run.mean, states.mean(0))
-    close(run.variance, states.var(0, correction=0))
+    tolerance = {"rtol": 1e-3, "atol": 1e-3}  # rounding of single normals
+    torch.testing.assert_close(run.samples, states[4::5], **tolerance)
+    torch.testing.assert_close(run.mean, states.mean(0), **tolerance)
+    torch.testing.assert_close(run.variance, states.var(0, correction=0), **tolerance)
     late = langevin(score, x[130:], 0.05, 70, seed=0, first_chain=130).final
     close(late, run.final[130:])
+    adjusted = mala(torch.neg, lambda x: -x.square().sum(1) / 2, x, 0.1, 9, seed=0)
+    monkeypatch.undo()
+    there = mala(torch.neg, lambda x: -x.square().sum(1) / 2, x, 0.1, 9, seed=0)
+    torch.testing.assert_close(adjusted.final, there.final, **tolerance)
+    monkeypatch.setattr(samplers, "_compiles", lambda device: False)
     with pytest.raises(DivergenceError, match=r"chain 0 diverged at step 64: .*2 / L"):
         langevin(GaussianScore(torch.zeros(3)), x, 4.0, 70, seed=0)
     with pytest.raises(DivergenceError, match="NaN at step 5"):
         langevin(lambda x: x * math.nan, x, 4.0, 5, seed=0)
 
 
-@pytest.mark.parametrize("statistics", [False, True])
-def test_kernel_launches_add_up(monkeypatch, statistics: bool) -> None:
+@pytest.mark.parametrize(
+    ("statistics", "most", "expected"),
+    [
+        (False, 20, [15, 15, 15, 8]),
+        (False, 10, [10, 5, 10, 5, 10, 5, 8]),
+        (True, 20, [1] * 53),
+    ],
+)
+def test_kernel_launches_add_up(monkeypatch, statistics: bool, most: int, expected) -> None:
     """A stand-in for the kernel, whose noise is a function of step and chain, as it must be."""
     kernels = pytest.importorskip("proofread.langevin.kernels")
     launches = []
@@ -776,13 +872,13 @@ def test_kernel_launches_add_up(monkeypatch, statistics: bool) -> None:
         return x
 
     monkeypatch.setattr(kernels, "langevin_triton", stand_in)
-    monkeypatch.setattr(samplers, "LAUNCH", 20)
+    monkeypatch.setattr(samplers, "LAUNCH", most)
     score, x = bump(3), normal(4, 3)
     run = samplers._Run(x, 53, 5, 15, statistics, 2, False)
     found = samplers._kernel_chains(run, score, 0.1)
     once = [stand_in(x, score.law, score.axis, score.origin, 0.1, n, 5, 0, 2) for n in (15, 45, 53)]
     del launches[-3:]
-    assert launches == ([1] * 53 if statistics else [15, 15, 15, 8])
+    assert launches == expected
     close(found.samples[0], once[0])
     close(found.samples[2], once[1])
     close(found.final, once[2])

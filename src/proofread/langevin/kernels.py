@@ -201,6 +201,8 @@ def _shares(u: tl.tensor, square: tl.tensor, law: tl.tensor, n: tl.tensor) -> tl
         "n_components",
         "n_chains",
         "groups",
+        "end_groups",
+        "end_chains",
         "n_steps",
         "seed",
         "first_step",
@@ -216,6 +218,8 @@ def _kernel(
     n_components: tl.int32,
     n_chains: tl.int64,
     groups: tl.int32,  # d // VEC: tells the compiler that d is a multiple of VEC
+    end_groups: tl.int32,  # the same: else the addresses of x stay in registers until the end
+    end_chains: tl.int64,  # n_chains
     n_steps: tl.int64,
     seed: tl.int64,
     first_step: tl.int64,
@@ -248,10 +252,10 @@ def _kernel(
         z0, z1 = _normals(b0, b1)
         z2, z3 = _normals(b2, b3)
         if not FULL:  # nothing may enter the sums beyond the last dimension
-            z0 = tl.where((4 * group < depth)[None, :], z0, 0.0)
-            z1 = tl.where((4 * group + 1 < depth)[None, :], z1, 0.0)
-            z2 = tl.where((4 * group + 2 < depth)[None, :], z2, 0.0)
-            z3 = tl.where((4 * group + 3 < depth)[None, :], z3, 0.0)
+            z0 = tl.where(((4 * group) // VEC < groups)[None, :], z0, 0.0)
+            z1 = tl.where(((4 * group + 1) // VEC < groups)[None, :], z1, 0.0)
+            z2 = tl.where(((4 * group + 2) // VEC < groups)[None, :], z2, 0.0)
+            z3 = tl.where(((4 * group + 3) // VEC < groups)[None, :], z3, 0.0)
         y0, y1, y2, y3 = x0 - o0, x1 - o1, x2 - o2, x3 - o3
         if LAW == _GAUSSIAN:
             pull, push = l0, l1
@@ -269,7 +273,10 @@ def _kernel(
         x2 += push * a2 - pull * y2 + scale * z2.to(T)
         x3 += push * a3 - pull * y3 + scale * z3.to(T)
 
-    _store(out + tile, x0, x1, x2, x3, here, groups, VEC)
+    depth = end_groups * VEC
+    here = (first + row < end_chains)[:, None, None]
+    tile = first * depth + (row * depth)[:, None, None]
+    _store(out + tile, x0, x1, x2, x3, here, end_groups, VEC)
 
 
 class Plan(NamedTuple):
@@ -298,7 +305,8 @@ def launch_plan(dimension: int, dtype: torch.dtype) -> Plan:
     lanes = triton.next_power_of_2(triton.cdiv(dimension, 4))
     elements = max(TILE_BYTES // dtype.itemsize, 4 * lanes)
     vec = math.gcd(dimension, 16 // dtype.itemsize)
-    return Plan(elements // (4 * lanes), lanes, vec, 4 if elements <= 1024 else 8)
+    warps = 4 if elements <= 256 * dtype.itemsize else 8  # of those tried, the one without spills
+    return Plan(elements // (4 * lanes), lanes, vec, warps)
 
 
 def langevin_triton(
@@ -356,6 +364,8 @@ def langevin_triton(
             len(parameters) // 3,
             len(x),
             x.shape[1] // plan.vec,
+            x.shape[1] // plan.vec,
+            len(x),
             *counts,
             **_constants(x.shape[1], plan, law.kind),
             num_warps=plan.num_warps,
@@ -519,6 +529,7 @@ def kernel_spec(dimension: int, kind: int = TRAP, dtype: torch.dtype = torch.flo
     plan, item = launch_plan(dimension, dtype), _TYPE[dtype]
     pointers = dict.fromkeys(("x", "out", "axis", "origin"), f"*{item}") | {"numbers": "*fp64"}
     sizes = {"n_components": "i32", "n_chains": "i64", "groups": "i32"}
+    sizes |= {"end_groups": "i32", "end_chains": "i64"}
     counts = dict.fromkeys(("n_steps", "seed", "first_step", "first_chain"), "i64")
     return KernelSpec(
         module=__name__,

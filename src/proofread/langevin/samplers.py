@@ -1,23 +1,25 @@
-r"""Langevin and diffusion samplers: many chains at once, at the speed of their random numbers.
+r"""Langevin and diffusion samplers: many chains at once, cheaper than torch's random numbers.
 
 Every sampler here but :func:`mala` repeats one affine step,
 
 .. math:: x' = a\,x + b\,s(x) + c\,\xi ,
 
-with :math:`(a, b, c) = (1, h, \sqrt{2h})` for unadjusted Langevin. On a CPU the random numbers are
-the cost: about 0.3 G normals a second and thread. So chains advance in blocks that stay in
-the second-level cache, each through all of its steps before the next block, and all that is not
-noise is one pass over the block, compiled by numba. For a radial score of known law
+with :math:`(a, b, c) = (1, h, \sqrt{2h})` for unadjusted Langevin. On a CPU, normal numbers are
+most of the cost, then memory. So the numbers come from a compiled loop that works on a vector of
+counters at a time, about three times as fast as torch's generator, and chains advance in blocks
+that stay in the second-level cache, each through all of its steps before the next block. All that
+is not noise is one compiled pass over the block. For a radial score of known law
 (:class:`~proofread.langevin.scores.RadialLaw`) that pass contains the score: pull and push of a row
 follow from two sums which the pass of the step before has left behind.
 
-**Noise.** Chain *c* of a call is chain ``first_chain + c`` of a run, and its noise depends on
-``(seed, first_chain + c)``, the dimension, the dtype and the kind of device: on nothing else. A
-batch in two halves, the second with ``first_chain`` set, gives the chains of one call: bit by bit
+**Noise.** Chain *c* of a call is chain ``first_chain + c`` of a run. Its normals at a step are a
+function of ``(seed, first_chain + c, step)``: four dimensions from one call of Philox-4x32-10
+(Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, SC 2011) by the
+Box–Muller method. They are those of :mod:`proofread.langevin.kernels`, on every device up to
+rounding; the method works in float32 and float64 chains take the same numbers, none beyond 6.8. So
+a batch in two calls, the second with ``first_chain`` set, gives the chains of one call: bit by bit
 if the score treats the rows of a batch alike (the radial ones do), else to rounding. Two scores
-with one seed see the same noise. Fixed groups of neighbouring chains share a generator, so that a
-single chain costs as much as its group: about 16,384 random numbers a step. In float32, torch draws
-normal numbers from 24 bits, none beyond 5.8 standard deviations.
+with one seed see the same noise.
 
 **No run returns NaN.** Each step leaves the squared norm of every chain behind; a NaN, an infinity
 or a chain that grows without bound stops the run with a :class:`DivergenceError`, which says at
@@ -41,6 +43,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .scores import (
@@ -50,6 +53,7 @@ from .scores import (
     GaussianScore,
     MemorizingScore,
     MixtureScore,
+    RadialLaw,
     RadialScore,
     TiltedScore,
     TrapScore,
@@ -66,9 +70,9 @@ __all__ = [
 
 ScoreMap: TypeAlias = Callable[[Tensor], Tensor]  # [rows, d] → [rows, d]
 BLOCK = 2**16  # numbers of a block of chains: state and noise stay in a second-level cache
-STREAM = 2**14  # numbers that a generator draws at once: many enough to hide its call
-MOST = 256  # chains of one generator, where d is small
-DEVICE_BLOCK = 2**20  # the same for both on other devices
+DEVICE_BLOCK = 2**22  # the same on other devices
+GROUPS = 256  # of four normals, made together: they stay in the first-level cache
+LOW = 2**32 - 1
 CHECK = 64  # steps between two checks there: each waits for the device
 LAUNCH = 1024  # steps of one launch of the kernel
 GROWTH = 1e6  # in units of everything in sight: no chain of a confining score goes there
@@ -309,22 +313,32 @@ def _langevin_stage(score: ScoreMap, step: float, n_steps: int) -> _Affine:
 
 
 class _Block:
-    """Neighbouring chains that advance together, and the generators of their noise."""
+    """Neighbouring chains that advance together, and their noise."""
 
-    def __init__(self, chains: slice, noise: Tensor, coins: Tensor) -> None:
+    def __init__(self, chains: slice, key: tuple[int, int], noise: Tensor, pairs: Tensor) -> None:
         self.chains = chains  # within the batch
-        self.noise, self.coins = noise, coins  # of these chains, within buffers that blocks share
-        self.streams: list[tuple[Tensor, Tensor, torch.Generator]] = []
+        self.key = key  # seed, and number of the first chain within the run
+        self.noise, self.pairs = noise, pairs  # [rows, d] and [rows, 2], which blocks share
+        self.fill_noise, self.fill_pairs = _filler(noise, key), _filler(pairs, key)
 
-    def draw(self, deviation: float) -> None:
-        """Fresh normal numbers in ``noise [rows, d]``."""
-        for noise, _, generator in self.streams:
-            noise.normal_(0.0, deviation, generator=generator)
+    def draw(self, number: int, deviation: float) -> None:
+        """Normal numbers of a step in ``noise``."""
+        self.fill_noise(number - 1, 0, deviation)
 
-    def toss(self) -> None:
-        """Fresh uniform numbers in ``coins [rows]``, float64."""
-        for _, coins, generator in self.streams:
-            coins.uniform_(generator=generator)
+    def log_coins(self, number: int) -> Tensor:
+        """Logarithms of uniform numbers ``[rows]``, float64.
+
+        By the Box–Muller method backwards: −(z² + z'²)/2, from counters beyond the dimensions.
+        """
+        self.fill_pairs(number - 1, -(-self.noise.shape[1] // 4), 1.0)
+        return self.pairs.square().sum(1) / -2
+
+
+def _filler(out: Tensor, key: tuple[int, int]) -> Callable[[int, int, float], None]:
+    """Fills ``out`` with normals: a function of step, first group and standard deviation."""
+    if _compiles(out.device):
+        return functools.partial(_compiled(_fill), out.numpy(), *key)
+    return functools.partial(_fill_there, out, *key)
 
 
 class _Stage(Protocol):
@@ -355,6 +369,11 @@ class _Run:
         _check_start(start)
         self.seed = check_count("seed", seed, 0)
         self.first_chain = check_count("first_chain", first_chain, 0)
+        if self.first_chain + len(start) > 2**32:
+            raise ValueError(
+                f"first_chain + C must be at most 2^32, not {first_chain} + {len(start)}: take "
+                "another seed beyond"
+            )
         thin = None if thin is None else check_count("thin", thin, 1)
         if statistics and not n_steps:
             raise ValueError("statistics=True needs at least one step")
@@ -374,7 +393,7 @@ class _Run:
 
     def __call__(self, stages: Iterable[_Stage], acceptance: Tensor | None = None) -> Chains:
         """All stages, each for one block after the other."""
-        blocks = self.blocks()
+        blocks = list(self.blocks())
         done = 0
         with torch.no_grad(), self.bar() as bar:
             self.record.bar = bar
@@ -385,26 +404,15 @@ class _Run:
                 done += stage.n_steps
         return self.chains(acceptance)
 
-    def blocks(self) -> list[_Block]:
-        """The batch in blocks, each with the rows that it has of its streams."""
+    def blocks(self) -> Iterator[_Block]:
+        """The batch in blocks; they share buffers, so one at a time."""
         size, d = self.final.shape
-        if not size:
-            return []
-        rows, each = _shape(d, self.final.device)
-        noise = self.final.new_empty(rows, d)
-        coins = self.final.new_empty(rows, dtype=torch.float64)
-        first, end = self.first_chain, self.first_chain + size
-        found = []
-        for base in range(first - first % rows, end, rows):  # the chain in row 0 of the buffers
-            low, high = max(first - base, 0), min(end - base, rows)
-            chains = slice(base + low - first, base + high - first)
-            block = _Block(chains, noise[low:high], coins[low:high])
-            for row in range(low - low % each, high, each):
-                part = slice(row, row + each)
-                generator = _generator(self.seed, (base + row) // each, self.final.device)
-                block.streams.append((noise[part], coins[part], generator))
-            found.append(block)
-        return found
+        rows = _rows(d, self.final.device)
+        noise = self.final.new_empty(min(rows, size), d)
+        pairs = self.final.new_empty(min(rows, size), 2, dtype=torch.float64)
+        for first in range(0, size, rows):
+            many, key = min(rows, size - first), (self.seed, self.first_chain + first)
+            yield _Block(slice(first, first + many), key, noise[:many], pairs[:many])
 
     def bar(self) -> Any:
         """Counts steps of single chains."""
@@ -429,32 +437,9 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _shape(dimension: int, device: torch.device) -> tuple[int, int]:
-    """Chains of a block and of a generator: functions of the dimension and the kind of device."""
-    if not _compiles(device):
-        rows = max(1, DEVICE_BLOCK // dimension)
-        return rows, rows
-    each = max(1, min(MOST, STREAM // dimension))
-    return each * max(1, min(BLOCK // STREAM, BLOCK // (each * dimension))), each
-
-
-def _generator(seed: int, number: int, device: torch.device) -> torch.Generator:
-    """Generator ``number`` of a run.
-
-    torch's generator on a CPU reads 32 bits of its seed. So the seed of a run picks one of many
-    bijections of 32-bit numbers, and no two generators of a run are seeded alike.
-    """
-    keys = _keys(seed)
-    mixed = (number + keys[0]) % 2**32
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # MurmurHash3's finaliser
-        mixed = ((mixed ^ mixed >> shift) * factor) % 2**32
-    return torch.Generator(device).manual_seed(mixed ^ keys[1])
-
-
-@functools.lru_cache
-def _keys(seed: int) -> tuple[int, int]:
-    first, second = np.random.SeedSequence(seed).generate_state(2).tolist()
-    return first, second
+def _rows(dimension: int, device: torch.device) -> int:
+    """Chains of a block."""
+    return max(1, (BLOCK if _compiles(device) else DEVICE_BLOCK) // dimension)
 
 
 class _Record:
@@ -485,7 +470,7 @@ class _Record:
 def _add_moments(x: Tensor, number: int, mean: Tensor, squares: Tensor) -> None:
     """Welford's update: mean and summed squared deviations of ``number`` states."""
     if _compiles(x.device):
-        _compiled().moments(x.numpy(), number, mean.numpy(), squares.numpy())
+        _compiled(_moments)(x.numpy(), number, mean.numpy(), squares.numpy())
         return
     delta = x - mean
     mean.add_(delta, alpha=1 / number)
@@ -526,7 +511,7 @@ class _Affine:
         make = self._radial if compiled and _is_radial(self.score) else self._any
         move = make(x, block.noise)
         for number in range(done + 1, last + 1):
-            block.draw(self.noise)
+            block.draw(number, self.noise)
             bad = move()
             if not compiled and (number % CHECK == 0 or number == last):
                 bad = _first_bad(x, self.limit)
@@ -540,11 +525,10 @@ class _Affine:
         assert isinstance(score, RadialScore)
         frame = [part.to(x).numpy() for part in (score.axis, score.origin)]
         sums = np.empty(len(x)), np.empty(len(x))  # axis·y and ‖y‖² of each row
-        points, law = x.numpy(), np.array(score.law.parameters, dtype=np.float64)
-        compiled = _compiled()
-        compiled.project(points, *frame, *sums)
+        points, law = x.numpy(), _without_divisions(score.law)
+        _compiled(_project)(points, *frame, *sums)
         numbers = (score.law.kind, law, self.keep, self.drift, self.limit)
-        return functools.partial(compiled.radial, points, noise.numpy(), *frame, *sums, *numbers)
+        return functools.partial(_compiled(_radial), points, noise.numpy(), *frame, *sums, *numbers)
 
     def _any(self, x: Tensor, noise: Tensor) -> Callable[[], int]:
         """The step with any score; off the CPU it doesn't look for bad rows."""
@@ -556,7 +540,7 @@ class _Affine:
                 return -1
 
             return move_there
-        points, noises, step = x.numpy(), noise.numpy(), _compiled().affine
+        points, noises, step = x.numpy(), noise.numpy(), _compiled(_affine)
         numbers = (self.keep, self.drift, self.limit)
 
         def move() -> int:
@@ -665,7 +649,7 @@ class _Metropolis:
         self, score: ScoreMap, log_density: ScoreMap, step: float, n_steps: int, run: _Run
     ) -> None:
         self.score, self.log_density, self.step, self.n_steps = score, log_density, step, n_steps
-        self.rows, _ = _shape(run.final.shape[1], run.final.device)
+        self.rows = _rows(run.final.shape[1], run.final.device)
         self.acceptance = run.final.new_zeros(len(run.final), dtype=torch.float64)
         self.start = torch.empty(0)
 
@@ -687,13 +671,12 @@ class _Metropolis:
         score = _call(self.score, x).clone()
         self._check(score, log, 0, block)
         for number in range(done + 1, done + self.n_steps + 1):
-            block.draw(math.sqrt(2 * self.step))
-            block.toss()
+            block.draw(number, math.sqrt(2 * self.step))
             proposal = torch.add(x, score, alpha=self.step).add_(block.noise)
             new_log, new_score = self._log_density(proposal), _call(self.score, proposal)
             self._check(new_score, new_log, number, block)
             ratio = new_log - log + self._correction(score + new_score, block.noise)
-            accept = block.coins.log() < ratio  # a NaN outside the support: no
+            accept = block.log_coins(number) < ratio  # a NaN outside the support: no
             for old, new in ((x, proposal), (score, new_score)):
                 torch.where(accept[:, None], new, old, out=old)
             torch.where(accept, new_log, log, out=log)
@@ -734,38 +717,24 @@ class _Metropolis:
 # --- compiled passes over a block -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """In machine code, for float32 and float64."""
-
-    radial: Callable[..., int]
-    affine: Callable[..., int]
-    project: Callable[..., None]
-    moments: Callable[..., None]
-
-
 @functools.cache
-def _compiled() -> _Passes:
-    """From numba's cache where there is one; else a second or two."""
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In machine code for float32 and float64; from numba's cache, or after a second."""
     import numba  # half a second: not for whoever imports the package for something else
 
     wide, real, count = numba.float64[::1], numba.float64, numba.int64
-    signatures: dict[Callable[..., Any], list[Any]] = {
-        f: [] for f in (_radial, _affine, _project, _moments)
-    }
+    signatures = []
     for kind in (numba.float32, numba.float64):
         rows, row = kind[:, ::1], kind[::1]
-        law = (count, wide, real, real, real)
-        signatures[_radial].append(count(rows, rows, row, row, wide, wide, *law))
-        signatures[_affine].append(count(rows, rows, rows, real, real, real))
-        signatures[_project].append(numba.void(rows, row, row, wide, wide))
-        signatures[_moments].append(numba.void(rows, count, real[:, ::1], real[:, ::1]))
-    return _Passes(*(_jit(f, kinds) for f, kinds in signatures.items()))
-
-
-def _jit(function: Callable[..., Any], signatures: list[Any]) -> Callable[..., Any]:
-    import numba
-
+        signatures.append(
+            {
+                _fill: numba.void(rows, *4 * [count], real),
+                _radial: count(rows, rows, row, row, wide, wide, count, wide, *3 * [real]),
+                _affine: count(rows, rows, rows, *3 * [real]),
+                _project: numba.void(rows, row, row, wide, wide),
+                _moments: numba.void(rows, count, real[:, ::1], real[:, ::1]),
+            }[function]
+        )
     # Sums in any order, fused products: neither hides a NaN.
     options: dict[str, Any] = {"fastmath": {"reassoc", "contract"}, "error_model": "numpy"}
     try:
@@ -774,30 +743,128 @@ def _jit(function: Callable[..., Any], signatures: list[Any]) -> Callable[..., A
         return numba.njit(signatures, **options)(function)
 
 
+def _fill(out, seed, chain, step, group, deviation):  # type: ignore[no-untyped-def]  # noqa: PLR0915
+    """Normals of ``out [rows, d]``: row i holds chain ``chain + i`` at step ``step`` (from 0).
+
+    Four neighbours come from the counter (group + j // 4, step, step div 2³², chain). Groups of all
+    rows follow each other, ``GROUPS`` at a time, always that many: each number is made by the same
+    vector instructions wherever it falls, hence the same for every split of a batch.
+    """
+    f32, i32 = np.float32, np.int32
+    u32, u64 = np.uint32, np.uint64
+    low, half = u64(0xFFFFFFFF), u64(32)
+    seed0, seed1 = u64(seed) & low, u64(seed) >> half
+    step0, step1 = u64(step) & low, u64(step) >> half
+    rows, d = out.shape
+    per_row, scale = (d + 3) // 4, out.dtype.type(deviation)
+    chains, groups = np.empty(GROUPS, np.uint32), np.empty(GROUPS, np.uint32)
+    z = np.empty((4, GROUPS), np.float32)
+    for first in range(0, rows * per_row, GROUPS):
+        row, at, done = first // per_row, first % per_row, 0
+        while done < GROUPS:
+            span = min(GROUPS - done, per_row - at)
+            chains[done : done + span] = chain + row
+            some = groups[done : done + span]
+            for i in range(span):
+                some[i] = group + at + i
+            row, at, done = row + 1, 0, done + span
+        for i in range(GROUPS):
+            a, b, c, e = u64(groups[i]), step0, step1, u64(chains[i])
+            key0, key1 = seed0, seed1
+            for _ in range(10):
+                p, q = u64(0xD2511F53) * a, u64(0xCD9E8D57) * c
+                a, b, c, e = (q >> half) ^ b ^ key0, q & low, (p >> half) ^ e ^ key1, p & low
+                key0, key1 = (key0 + u64(0x9E3779B9)) & low, (key1 + u64(0xBB67AE85)) & low
+            for k in range(2):
+                x, y = (a, u32(b)) if k == 0 else (c, u32(e))
+                # log v for v = (x + 1/2)/2³², as 2^n·(1 + m) with 1 + m in [√½, √2)
+                v = np.float32(f32(np.int64(x)) * f32(2.0**-32) + f32(2.0**-33))
+                bits = v.view(np.int32)
+                n = i32(bits - i32(0x3F3504F3)) >> i32(23)
+                m = np.int32(bits - i32(n << i32(23))).view(np.float32) - f32(1)
+                log = f32(7.0376836292e-2)
+                log = log * m + f32(-1.1514610310e-1)
+                log = log * m + f32(1.1676998740e-1)
+                log = log * m + f32(-1.2420140846e-1)
+                log = log * m + f32(1.4249322787e-1)
+                log = log * m + f32(-1.6668057665e-1)
+                log = log * m + f32(2.0000714765e-1)
+                log = log * m + f32(-2.4999993993e-1)
+                log = log * m + f32(3.3333331174e-1)
+                log = m * m * (m * log - f32(0.5)) + m + f32(n) * f32(math.log(2))
+                r = np.float32(math.sqrt(max(f32(0), f32(-2) * log)))
+                r = np.int32(r.view(np.int32) ^ i32(y & u32(0x80000000))).view(np.float32)
+                # the angle modulo π/2, as in the kernel; one bit swaps sine and cosine
+                t = f32(i32(y << u32(2))) * f32(math.pi / 4 * 2.0**-31)
+                s = t * t
+                sine = f32(-1 / 5040) + s * f32(1 / 362880)
+                sine = t + t * s * (f32(-1 / 6) + s * (f32(1 / 120) + s * sine))
+                cosine = f32(-1 / 720) + s * f32(1 / 40320)
+                cosine = f32(1) + s * (f32(-0.5) + s * (f32(1 / 24) + s * cosine))
+                swap = (y & u32(0x40000000)) != 0
+                z[2 * k, i] = r * (sine if swap else cosine)
+                z[2 * k + 1, i] = r * (cosine if swap else sine)
+        row, at, done = first // per_row, first % per_row, 0
+        while done < GROUPS and row < rows:
+            span = min(GROUPS - done, per_row - at)
+            whole = min(span, d // 4 - at)
+            there, here = out[row, 4 * at :], z[:, done:]
+            for i in range(whole):
+                for k in range(4):
+                    there[4 * i + k] = scale * here[k, i]
+            for j in range(4 * (at + whole), min(d, 4 * (at + span))):
+                out[row, j] = scale * z[j % 4, done + whole]
+            row, at, done = row + 1, 0, done + span
+
+
+def _fill_there(
+    out: Tensor, seed: int, chain: int, step: int, group: int, deviation: float
+) -> None:
+    """What ``_fill`` does, by torch's operations, on any device and up to rounding."""
+    rows, d = out.shape
+    a = torch.arange(group, group - (-d // 4), device=out.device)[None, :]
+    e = torch.arange(chain, chain + rows, device=out.device)[:, None]
+    b, c = torch.full_like(a, step & LOW), torch.full_like(e, step >> 32)
+    key0, key1 = seed & LOW, seed >> 32
+    for _ in range(10):
+        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c  # modulo 2⁶⁴
+        a, b, c, e = (q >> 32 & LOW) ^ b ^ key0, q & LOW, (p >> 32 & LOW) ^ e ^ key1, p & LOW
+        key0, key1 = (key0 + 0x9E3779B9) & LOW, (key1 + 0xBB67AE85) & LOW
+    parts = []
+    for x, y in ((a, b), (c, e)):
+        r = (-2 * (x.float() * 2.0**-32 + 2.0**-33).log()).clamp_min(0).sqrt()
+        r = torch.where(y >= 2**31, -r, r)
+        t = ((y << 2 & LOW ^ 2**31) - 2**31).float() * (math.pi / 4 * 2.0**-31)
+        swap = (y & 2**30) != 0
+        parts += [r * torch.where(swap, t.sin(), t.cos()), r * torch.where(swap, t.cos(), t.sin())]
+    out.copy_(torch.stack(parts, 2).flatten(1)[:, :d]).mul_(deviation)
+
+
 def _radial(x, noise, axis, origin, u, square, kind, p, keep, drift, limit):  # type: ignore[no-untyped-def]
     """One step of every row of ``x``; returns the first row out of bounds, or −1.
 
     With y = x − origin, ``u`` and ``square`` hold axis·y and ‖y‖² of each row; they are updated.
+    ``p`` comes from ``_without_divisions``.
     """
     number = x.dtype.type
     zero, more, bad = number(0), number(keep - 1), -1
     for i in range(x.shape[0]):
-        if kind == 0:  # Gaussian: m, variance
-            pull, push = 1 / p[1], p[0] / p[1]
-        elif kind == 1:  # trap: m, α, r_in, r_out
-            psi = min(1.0, max(0.0, (p[3] - math.sqrt(square[i])) / (p[3] - p[2])))
-            pull, push = 1 + psi * (p[1] - 1), (1 - psi) * p[0]
-        else:  # mixture: K, log weights, positions, variances
-            k, top, w = int(p[0]), -math.inf, max(0.0, square[i] - u[i] * u[i])
-            for c in range(1, k + 1):
-                top = max(top, p[c] - ((u[i] - p[k + c]) ** 2 + w) / (2 * p[2 * k + c]))
+        if kind == 0:
+            pull, push = p[0], p[1]
+        elif kind == 1:
+            psi = min(1.0, max(0.0, (p[2] - math.sqrt(square[i])) * p[3]))
+            pull, push = 1 + psi * p[0], (1 - psi) * p[1]
+        else:
+            k, top, w = p.size // 3, -math.inf, max(0.0, square[i] - u[i] * u[i])
+            for c in range(k):
+                top = max(top, p[c] - 0.5 * p[2 * k + c] * ((u[i] - p[k + c]) ** 2 + w))
             total = pull = push = 0.0
-            for c in range(1, k + 1):
-                log_share = p[c] - ((u[i] - p[k + c]) ** 2 + w) / (2 * p[2 * k + c])
-                share = math.exp(log_share - top) / p[2 * k + c]
-                total += share * p[2 * k + c]
-                pull += share
-                push += share * p[k + c]
+            for c in range(k):
+                log_share = p[c] - 0.5 * p[2 * k + c] * ((u[i] - p[k + c]) ** 2 + w)
+                share = math.exp(log_share - top)
+                total += share
+                pull += share * p[2 * k + c]
+                push += share * p[2 * k + c] * p[k + c]
             pull, push = pull / total, push / total
         shrink, along = number(keep - drift * pull), number(drift * push)
         on_axis, norm = zero, zero
@@ -826,6 +893,22 @@ def _affine(x, score, noise, keep, drift, limit):  # type: ignore[no-untyped-def
         if bad < 0 and not norm < limit:  # a NaN too
             bad = i
     return bad
+
+
+def _without_divisions(law: RadialLaw) -> NDArray[np.float64]:
+    """The law's parameters, such that rows divide little.
+
+    - Gaussian: 1/variance, m/variance;
+    - trap: α − 1, m, outer radius, 1/(outer − inner);
+    - mixture: K log weights, K positions, K precisions.
+    """
+    p = np.array(law.parameters, dtype=np.float64)
+    if law.kind == GAUSSIAN:
+        return np.array([1 / p[1], p[0] / p[1]])
+    if law.kind == TRAP:
+        return np.array([p[1] - 1, p[0], p[3], 1 / (p[3] - p[2])])
+    k = int(p[0])
+    return np.concatenate([p[1 : 1 + 2 * k], 1 / p[1 + 2 * k :]])
 
 
 def _project(x, axis, origin, u, square):  # type: ignore[no-untyped-def]

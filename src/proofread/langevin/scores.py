@@ -13,11 +13,13 @@ Function Error* (ICML 2026): :class:`TrapScore` theorem 1, :class:`MemorizingSco
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from decimal import ROUND_FLOOR, Context, Decimal
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from scipy.special import wrightomega
 from torch import Tensor
 
 from .enclosures import LogEnclosure, ball_log_probability, trap_log_error
@@ -38,6 +40,7 @@ __all__ = [
 
 GAUSSIAN, TRAP, MIXTURE = 0, 1, 2
 CHUNK = 1 << 22  # numbers in a block of distances
+EPS = 2.0**-53  # relative error of one rounding in float64
 
 
 class Score(Protocol):
@@ -86,24 +89,29 @@ class RadialScore:
 
     def __init__(self, origin: Tensor, axis: Tensor, law: RadialLaw, lipschitz: float) -> None:
         self.origin, self.axis, self.law, self.lipschitz = origin, axis, law, lipschitz
-        self._copies: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor, bool]] = {}
+        self._frame = _Copies(origin, axis)
+        self._moved = bool((origin != 0).any())
+        self._mixture = _mixture_tensors(law) if law and law.kind == MIXTURE else None
 
     @property
     def dimension(self) -> int:
         """d."""
         return self.axis.numel()
 
-    def frame(self, like: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Origin and axis in the dtype and on the device of ``like``; whether the origin is not 0."""
-        key = (like.dtype, like.device)
-        if key not in self._copies:
-            moved = bool((self.origin != 0).any())
-            self._copies[key] = (self.origin.to(like), self.axis.to(like), moved)
-        return self._copies[key]
-
     def coefficients(self, u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Pull and push at ``u`` and ``w``, of their shape."""
-        return _coefficients(self.law, u, w)
+        """Pull and push at ``u`` and ``w``, of their shape.
+
+        Raises:
+            ValueError: the score has no radial law (a mixture whose means are not on a line).
+        """
+        if self.law is None:
+            raise ValueError("no radial law: the means are not on one line; call the score itself")
+        if self.law.kind == GAUSSIAN:
+            m, variance = self.law.parameters
+            return torch.full_like(u, 1 / variance), torch.full_like(u, m / variance)
+        if self._mixture is not None:
+            return _mixture_coefficients(u, w, *self._mixture.like(u))
+        return _trap_coefficients(u, w, *self.law.parameters)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The score at each row of ``x``, ``[..., d]``.
@@ -113,30 +121,45 @@ class RadialScore:
             TypeError: ``x`` is not floating point.
         """
         _check_rows(x, self.dimension)
-        origin, axis, moved = self.frame(x)
-        y = x - origin if moved else x
+        origin, axis = self._frame.like(x)
+        y = x - origin if self._moved else x
         u = y @ axis
-        w = (y.square().sum(-1) - u * u).clamp_min(0)
+        # not ‖y‖² − u²: it loses the digits of a short rest, and is inf − inf far away
+        w = (y - u[..., None] * axis).square().sum(-1)
         pull, push = self.coefficients(u, w)
         return push[..., None] * axis - pull[..., None] * y
 
 
-def _coefficients(law: RadialLaw, u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = law.parameters
-    if law.kind == GAUSSIAN:
-        m, variance = numbers
-        return torch.full_like(u, 1 / variance), torch.full_like(u, m / variance)
-    if law.kind == TRAP:
-        m, alpha, inner, outer = numbers
-        psi = ((outer - (u * u + w).sqrt()) / (outer - inner)).clamp(0, 1)
-        return 1 + psi * (alpha - 1), (1 - psi) * m
-    k = int(numbers[0])
-    log_weight, position, variance = (
-        u.new_tensor(numbers[1 + k * i : 1 + k * (i + 1)]) for i in range(3)
-    )
-    square = (u[..., None] - position).square() + w[..., None]
-    shares = torch.softmax(log_weight - square / (2 * variance), -1) / variance
-    return shares.sum(-1), (shares * position).sum(-1)
+def _trap_coefficients(
+    u: Tensor, w: Tensor, m: float, alpha: float, inner: float, outer: float
+) -> tuple[Tensor, Tensor]:
+    r = (u * u + w).clamp_min(torch.finfo(u.dtype).tiny).sqrt()  # a root has no gradient at 0
+    psi = ((outer - r) / (outer - inner)).clamp(0, 1)
+    return 1 + psi * (alpha - 1), (1 - psi) * m
+
+
+def _mixture_tensors(law: RadialLaw) -> _Copies:
+    """Log weights, positions, 1/(2 variance), and its excess over the smallest: each ``[K]``."""
+    k = int(law.parameters[0])
+    numbers = torch.tensor(law.parameters[1:], dtype=torch.float64)
+    log_weight, position, variance = numbers.split(k)
+    half = 0.5 / variance
+    return _Copies(log_weight, position, half, half - half.min())
+
+
+def _mixture_coefficients(
+    u: Tensor, w: Tensor, log_weight: Tensor, position: Tensor, half: Tensor, excess: Tensor
+) -> tuple[Tensor, Tensor]:
+    # w/(2 variance) less what all components share: 0 for equal variances, however large w is
+    common = w.clamp_max(torch.finfo(w.dtype).max)[..., None] * excess
+    logs = log_weight - (u[..., None] - position).square() * half - common
+    shares = _softmax(logs) * (2 * half)  # [..., K]
+    return shares.sum(-1), shares @ position
+
+
+def _softmax(logs: Tensor) -> Tensor:
+    """Also where all underflow to −inf: equal shares there, and no NaN."""
+    return torch.softmax(logs.clamp_min(torch.finfo(logs.dtype).min), -1)
 
 
 class GaussianScore(RadialScore):
@@ -156,11 +179,19 @@ class GaussianScore(RadialScore):
         axis, m = _direction(self.mean)
         law = RadialLaw(GAUSSIAN, (m, self.variance))
         super().__init__(torch.zeros_like(self.mean), axis, law, 1 / self.variance)
+        self._mean = _Copies(self.mean)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The score at each row of ``x``, ``[..., d]``; errors as in :class:`RadialScore`."""
+        _check_rows(x, self.dimension)
+        (mean,) = self._mean.like(x)
+        return (mean - x) / self.variance
 
     def log_density(self, x: Tensor) -> Tensor:
         """Normalised log density of each row: ``[...]``."""
         _check_rows(x, self.dimension)
-        square = (x - self.mean.to(x)).square().sum(-1)
+        (mean,) = self._mean.like(x)
+        square = (x - mean).square().sum(-1)
         constant = self.dimension / 2 * math.log(2 * math.pi * self.variance)
         return -square / (2 * self.variance) - constant
 
@@ -171,8 +202,8 @@ class GaussianScore(RadialScore):
         return self.mean + math.sqrt(self.variance) * noise
 
     def noised(self, time: float) -> GaussianScore:
-        """Score of the law at ``time`` of dX = −X dt + √2 dB started here."""
-        shrink = math.exp(-time)
+        """Score of the law at ``time`` ≥ 0 of dX = −X dt + √2 dB started here."""
+        shrink = _shrink(time)
         return GaussianScore(self.mean * shrink, 1 + (self.variance - 1) * shrink**2)
 
 
@@ -182,6 +213,9 @@ class MixtureScore(RadialScore):
     With training points as means and the noise's variance this is the exact minimiser of denoising
     score matching. If all means lie on one line, ``law`` says how pull and push follow from two
     numbers; otherwise ``law`` is None.
+
+    Cost: a product ``[N, d] × [d, K]`` and back. Logarithms of the shares are off by a few
+    roundings of ‖x − c‖²/variance, c the centroid of the means: use float64 where that is large.
 
     Args:
         means: ``[K, d]``, finite.
@@ -199,6 +233,12 @@ class MixtureScore(RadialScore):
         self.weights = _per_component("weights", 1.0 if weights is None else weights, k)
         self.weights = self.weights / self.weights.sum()
         self._log_weights = self.weights.log() - d / 2 * self.variances.log()
+        centre = self.means.mean(0)
+        self._equal = bool((self.variances == self.variances[0]).all())
+        half = 0.5 / self.variances
+        means = self.means - centre
+        bias = self._log_weights - half * means.square().sum(1)
+        self._parts = _Copies(centre, means, bias, 2 * half, half - half.min())
         origin, axis, positions = _line(self.means)
         law = None
         if positions is not None:
@@ -207,35 +247,77 @@ class MixtureScore(RadialScore):
         super().__init__(origin, axis, law, self._lipschitz())  # type: ignore[arg-type]
 
     def _lipschitz(self) -> float:
-        """−I/v + Cov(means)/v² for equal variances v; a covariance is at most (spread/2)²."""
-        v = float(self.variances[0])
-        if not bool((self.variances == v).all()):
-            return math.inf  # finite, but no bound is proved here
-        if len(self.means) > 4096:
-            return math.inf
-        spread = float(torch.cdist(self.means, self.means).max())
-        return max(1 / v, spread**2 / (4 * v * v) - 1 / v)
+        """From the Hessian of the log density, −E[1/v] I + Cov(a) over shares g, aₖ = (μₖ − x)/vₖ.
 
-    def _log_terms(self, x: Tensor) -> Tensor:
-        """log(weight · density) up to (2π)^(−d/2), for each row and component: ``[..., K]``."""
-        means = self.means.to(x)
-        square = x.square().sum(-1, keepdim=True) - 2 * x @ means.T + means.square().sum(-1)
-        return self._log_weights.to(x) - square.clamp_min(0) / (2 * self.variances.to(x))
+        Equal variances: a covariance is at most (spread/2)². Otherwise it is at most the second
+        moment around a component J of the largest variance V. With δ = 1/vₖ − 1/V > 0, aₖ − a_J is
+        δ(x* − x) for a point x*, and the share at most 1/(1 + exp(t − C)) with t = δ‖x − x*‖²/2: in
+        all at most 2δ·max t/(1 + exp(t − C)) = 2δ·ω(C − 1), ω Wright's function. For two components
+        this is up to about four times too large: it has the share g where g(1 − g) would do.
+        """
+        v = self.variances
+        low, high = float(v.min()), float(v.max())
+        if self._equal:
+            covariance = (_spread(self.means) / (2 * low)) ** 2
+        else:
+            covariance = self._second_moment(int(v.argmax()))
+        return max(1 / low, covariance - 1 / high) * (1 + 1e-9)
+
+    def _second_moment(self, j: int) -> float:
+        """Bound of E‖a − a_J‖² over the shares, J a component of the largest variance."""
+        v, top = self.variances, self.variances[j]
+        square = (self.means - self.means[j]).square().sum(1)
+        like = v == top
+        constant = float(square[like].max() / top**2)
+        v, square = v[~like], square[~like]
+        # C: log of the ratio of the terms k and J at its largest, at x*
+        c = (self._log_weights - self._log_weights[j])[~like] + square / (2 * (top - v))
+        omega = torch.from_numpy(np.atleast_1d(wrightomega((c - 1).numpy())))
+        return constant + float((2 * (1 / v - 1 / top) * omega).sum())
+
+    def _log_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x − c, and log(weight · density), ``[..., K]``, up to ‖x − c‖²/(2V) + (d/2) log 2π.
+
+        c is the centroid of the means and V the largest variance. What all terms share is left out,
+        so that they stay finite far from all means.
+        """
+        centre, means, bias, precision, excess = self._parts.like(x)
+        y = x - centre
+        logs = bias + (y @ means.T) * precision
+        if self._equal:
+            return y, logs
+        square = y.square().sum(-1, keepdim=True).clamp_max(torch.finfo(x.dtype).max)
+        return y, logs - square * excess
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The score at each row of ``x``, ``[..., d]``."""
-        if self.law is not None:
-            return super().__call__(x)
+        """The score at each row of ``x``, ``[..., d]``; errors as in :class:`RadialScore`."""
         _check_rows(x, self.dimension)
-        shares = torch.softmax(self._log_terms(x), -1) / self.variances.to(x)
-        return shares @ self.means.to(x) - shares.sum(-1, keepdim=True) * x
+        return self._in_blocks(super().__call__ if self.law is not None else self._score, x)
+
+    def _score(self, x: Tensor) -> Tensor:
+        y, logs = self._log_terms(x)
+        _, means, _, precision, _ = self._parts.like(x)
+        shares = _softmax(logs) * precision  # [..., K]
+        return shares @ means - shares.sum(-1, keepdim=True) * y
 
     def log_density(self, x: Tensor) -> Tensor:
         """Normalised log density of each row: ``[...]``."""
         _check_rows(x, self.dimension)
-        square = (x[..., None, :] - self.means.to(x)).square().sum(-1)
-        log = self._log_weights.to(x) - square / (2 * self.variances.to(x))
-        return torch.logsumexp(log, -1) - self.dimension / 2 * math.log(2 * math.pi)
+        return self._in_blocks(self._log_density, x)
+
+    def _log_density(self, x: Tensor) -> Tensor:
+        y, logs = self._log_terms(x)
+        common = y.square().sum(-1) / (2 * float(self.variances.max()))
+        return torch.logsumexp(logs, -1) - common - self.dimension / 2 * math.log(2 * math.pi)
+
+    def _in_blocks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Rows a block at a time, so that memory does not grow with N·K."""
+        rows = max(1, CHUNK // len(self.means))
+        flat = x.reshape(-1, self.dimension)
+        if len(flat) <= rows:
+            return function(x)
+        found = torch.cat([function(part) for part in flat.split(rows)])
+        return found.reshape(*x.shape[:-1], *found.shape[1:])
 
     def sample(self, n: int, seed: int) -> Tensor:
         """``n`` independent samples: ``[n, d]``, float64."""
@@ -245,8 +327,8 @@ class MixtureScore(RadialScore):
         return self.means[which] + self.variances[which].sqrt()[:, None] * noise
 
     def noised(self, time: float) -> MixtureScore:
-        """Score of the law at ``time`` of dX = −X dt + √2 dB started here."""
-        shrink = math.exp(-time)
+        """Score of the law at ``time`` ≥ 0 of dX = −X dt + √2 dB started here."""
+        shrink = _shrink(time)
         variances = 1 + (self.variances - 1) * shrink**2
         return MixtureScore(self.means * shrink, variances, self.weights)
 
@@ -255,7 +337,7 @@ class TrapScore(RadialScore):
     """Theorem 1's estimate of the score of N(mean, I): a trap around ``centre``.
 
     With ``y = x − centre`` and ``r = ‖y‖`` it is ``−α y`` for ``r ≤ inner·√d``, the exact score
-    ``−(x − mean)`` for ``r ≥ outer·√d``, and between them their mixture with a weight ψ linear in r.
+    ``−(x − mean)`` for ``r ≥ outer·√d``, and between them their mixture, its weight ψ linear in r.
 
     Args:
         mean: of the target, ``[d]``.
@@ -284,7 +366,7 @@ class TrapScore(RadialScore):
         axis, m = _direction(self.mean - self.centre)
         numbers = (m, self.alpha, self.inner * root, self.outer * root)
         law = RadialLaw(TRAP, numbers)
-        super().__init__(self.centre, axis, law, _trap_lipschitz(*numbers))
+        super().__init__(self.centre, axis, law, _trap_lipschitz(self.mean.numel(), *numbers))
 
     @classmethod
     def standard(
@@ -315,33 +397,65 @@ class TrapScore(RadialScore):
     def inside(self, x: Tensor) -> Tensor:
         """Whether each row lies in the inner ball: bool ``[...]``."""
         _check_rows(x, self.dimension)
-        return (x - self.centre.to(x)).norm(dim=-1) <= self.radius
+        centre, _ = self._frame.like(x)
+        return (x - centre).norm(dim=-1) <= self.radius
 
     def error(self, x: Tensor) -> Tensor:
         """Estimate minus exact score at each row."""
         return self(x) - self.target(x)
 
     def lp_error(self, p: float) -> LogEnclosure:
-        """Certified enclosure of the logarithm of the L^p error under the target."""
+        """Certified enclosure of the logarithm of the L^p error under the target, p ≥ 1.
+
+        The distance of the centre to the mean is a rounded number; the enclosure allows for that.
+        """
         m = self.law.parameters[0]
-        return trap_log_error(self.dimension, m, self.alpha, self.inner, self.outer, p)
+        return _trap_error(self.dimension, m, self.alpha, self.inner, self.outer, p, 6 * EPS)
 
 
-def _trap_lipschitz(m: float, alpha: float, inner: float, outer: float, cells: int = 160) -> float:
-    """Upper bound of the Lipschitz constant.
+def _trap_error(
+    d: int, m: float, alpha: float, inner: float, outer: float, p: float, relative: float
+) -> LogEnclosure:
+    """Error of a trap whose centre is at a distance m of the mean, known to a relative accuracy.
+
+    The derivative of log E‖e‖^p in m has a part from the density of the target, at most R + m for
+    the outer radius R, and one from e itself, p E[ψ‖e‖^(p−1)]/E‖e‖^p. By Hölder's inequality the
+    latter is at most p (E ψ^p / E‖e‖^p)^(1/p). For α ≥ 1 this is at most p/m, because the part of
+    e/ψ along the mean averages to at least m; otherwise E ψ^p ≤ π(outer ball).
+    """
+    found = trap_log_error(d, m, alpha, inner, outer, p)
+    if not m:
+        return found
+    radius, slope = outer * math.sqrt(d), 1 / m
+    if alpha < 1:
+        log_ball = 0.0 if p == math.inf else ball_log_probability(d, m, radius).high / p
+        slope = math.exp(min(700.0, log_ball - found.low))
+    slack = 1.01 * relative * m * ((radius + m) / p + slope)
+    low, high = found.low - slack, found.high + slack
+    return LogEnclosure(math.nextafter(low, -math.inf), math.nextafter(high, math.inf))
+
+
+def _trap_lipschitz(
+    d: int, m: float, alpha: float, inner: float, outer: float, cells: int = 160
+) -> float:
+    """Upper bound of the Lipschitz constant: exact for d = 1, else at most about 1 % too large.
 
     In the bump zone the Jacobian is ``−k I + v nᵀ`` with n = y/r, k = 1 + ψ(α − 1) and
     v = ((α − 1) y + mean')/(outer − inner). In the plane of n and the mean, with c the cosine
-    between them, it is ``[[D, 0], [B s, −k]]``: D = A + B c − k, A = (α − 1) r/width, B = m/width and
-    s² = 1 − c². Its norm grows with the sum S of squared entries and falls with |det|, so boxes
-    of (r, c) with the largest S and the smallest |det| bound it.
+    between them, it is ``[[D, 0], [B s, −k]]``: D = A + B c − k, A = (α − 1) r/width, B = m/width
+    and s² = 1 − c². Its norm grows with the sum S of squared entries and falls with |det|, so boxes
+    of (r, c) with the largest S and the smallest |det| bound it. In one dimension it is |D|, which
+    is largest at a corner. The norm is convex in v, so its maximum over c grows with m.
     """
     width = outer - inner
     r = np.linspace(inner, outer, cells + 1)
-    c = np.linspace(-1, 1, cells + 1)
+    c = -np.cos(np.linspace(0, math.pi, cells + 1))
     a = (alpha - 1) * r / width
     k = 1 + (outer - r) / width * (alpha - 1)
     b = m / width
+    if d == 1:
+        corners = [abs(a[i] + sign * b - k[i]) for i in (0, -1) for sign in (-1, 1)]
+        return max(alpha, 1.0, *(float(x) * (1 + 1e-12) for x in corners))
     a_low, a_high = np.minimum(a[:-1], a[1:]), np.maximum(a[:-1], a[1:])
     k_low, k_high = np.minimum(k[:-1], k[1:]), np.maximum(k[:-1], k[1:])
     low = (a_low - k_high)[:, None] + b * c[None, :-1]
@@ -358,9 +472,9 @@ def _trap_lipschitz(m: float, alpha: float, inner: float, outer: float, cells: i
 class MemorizingScore:
     """Theorem 7's estimate of the score of N(mean, I): a trap around each training point.
 
-    Within ``inner·√d`` of a point it is ``−α (x − xᵢ)``, farther than ``outer·√d`` from all the exact
-    score, and between a mixture linear in the distance. The paper's summary names one radius; with
-    one the estimate would jump.
+    Within ``inner·√d`` of a point it is ``−α (x − xᵢ)``, farther than ``outer·√d`` from all the
+    exact score, and between a mixture linear in the distance. The paper's summary names one radius;
+    with one the estimate would jump.
 
     Args:
         points: training points ``[n, d]``; the outer balls around them must be disjoint.
@@ -385,6 +499,8 @@ class MemorizingScore:
         self.alpha = _positive("alpha", alpha)
         self.inner, self.outer = _radii(inner, outer)
         _check_disjoint(self.points, self.outer * math.sqrt(d))
+        middle = self.points.mean(0)
+        self._parts = _Copies(self.points, self.points - middle, middle, self.mean)
 
     @property
     def dimension(self) -> int:
@@ -399,11 +515,10 @@ class MemorizingScore:
     @property
     def lipschitz(self) -> float:
         """The largest over the traps; it grows with the distance of a point to the mean."""
-        root, farthest = (
-            math.sqrt(self.dimension),
-            float((self.points - self.mean).norm(dim=1).max()),
-        )
-        return _trap_lipschitz(farthest, self.alpha, self.inner * root, self.outer * root)
+        root = math.sqrt(self.dimension)
+        farthest = float((self.points - self.mean).norm(dim=1).max()) * (1 + self._relative())
+        numbers = (farthest, self.alpha, self.inner * root, self.outer * root)
+        return _trap_lipschitz(self.dimension, *numbers)
 
     def trap(self, index: int) -> TrapScore:
         """The trap around one training point."""
@@ -411,47 +526,59 @@ class MemorizingScore:
         return TrapScore(self.mean, self.alpha, self.inner, self.outer, centre=centre)
 
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Index of the nearest training point to each row ``[N, d]``, and its distance: ``[N]``."""
+        """Index of the nearest training point to each row of ``[..., d]``, and its distance."""
         _check_rows(x, self.dimension)
-        points = self.points.to(x)
-        rows = max(1, CHUNK // max(len(points), self.dimension))
+        points, centred, middle, _ = self._parts.like(x)
+        flat = x.reshape(-1, self.dimension)
+        rows = max(1, CHUNK // max(centred.shape))
+        # centred, so that cdist's products lose few digits; a choice has no gradient
         found = [
-            torch.cdist(part, points).min(1) for part in x.reshape(-1, x.shape[-1]).split(rows)
+            torch.cdist(part - middle, centred).argmin(1) for part in flat.detach().split(rows)
         ]
-        index = torch.cat([f.indices for f in found]) if found else x.new_zeros(0, dtype=torch.long)
-        # cdist may lose digits near a point: the distance once more, by difference
-        distance = (x.reshape(-1, x.shape[-1]) - points[index]).norm(dim=-1)
+        index = torch.cat(found)
+        distance = (flat - points[index]).norm(dim=-1)  # by difference: exact near a point
         return index.reshape(x.shape[:-1]), distance.reshape(x.shape[:-1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The score at each row of ``x``, ``[..., d]``."""
+        """The score at each row of ``x``, ``[..., d]``; errors as in :class:`RadialScore`."""
         index, distance = self.nearest(x)
+        points, _, _, mean = self._parts.like(x)
         root = math.sqrt(self.dimension)
         psi = ((self.outer * root - distance) / ((self.outer - self.inner) * root)).clamp(0, 1)
         psi = psi[..., None]
-        exact = self.mean.to(x) - x
+        exact = mean - x
         if not bool((psi > 0).any()):
             return exact
-        return torch.lerp(exact, self.alpha * (self.points.to(x)[index] - x), psi)
+        return torch.lerp(exact, self.alpha * (points[index] - x), psi)
+
+    def _relative(self) -> float:
+        """Accuracy of norms of ``[n, d]`` differences, summed in any order."""
+        return (self.dimension / 2 + 4) * EPS
 
     def lp_error(self, p: float) -> LogEnclosure:
-        """Certified enclosure of the logarithm of the L^p error: a sum over the disjoint traps."""
+        """Certified enclosure of the logarithm of the L^p error, a sum over the disjoint traps.
+
+        For α ≥ 1 and p = 2 or 4 a tenth of a second, however many the points (p = 64: some
+        seconds); for α < 1 or another p some milliseconds a point.
+        """
         norms = (self.points - self.mean).norm(dim=1)
-        parameters = (self.alpha, self.inner, self.outer, p)
-        if p == math.inf:
-            return trap_log_error(self.dimension, float(norms.max()), *parameters)
         if len(norms) > 40 and p % 2 == 0 and self.alpha >= 1 and bool((norms > 0).all()):
             return self._interpolated_error(norms, p)
-        each = [trap_log_error(self.dimension, float(m), *parameters) for m in norms]
-        low, high = (np.logaddexp.reduce([p * e for e in ends]) / p for ends in _ends(each))
-        return LogEnclosure(math.nextafter(low, -math.inf), math.nextafter(high, math.inf))
+        if p == math.inf:
+            norms = norms.max()[None]  # the supremum grows with m
+        parameters = (self.alpha, self.inner, self.outer, p, self._relative())
+        each = [_trap_error(self.dimension, m, *parameters) for m in norms.tolist()]
+        if len(each) == 1:
+            return each[0]
+        low, high = (float(np.logaddexp.reduce(p * ends)) / p for ends in _ends(each))
+        return LogEnclosure(*_widened(low, high))
 
     def _interpolated_error(self, norms: Tensor, p: float, knots: int = 17) -> LogEnclosure:
         """For many points, from a few norms.
 
-        For even p and α ≥ 1, ``e^(m²/2) E‖error‖^p`` is a power series in m = ‖xᵢ‖ with coefficients
-        ≥ 0, so its logarithm is a convex function of log m: below its chords, and above their
-        extensions beyond their ends.
+        For even p and α ≥ 1, ``e^(m²/2) E‖error‖^p`` is a power series with coefficients ≥ 0 in the
+        distance m of a point to the mean, so its logarithm is a convex function of log m: below its
+        chords, and above their extensions beyond their ends.
         """
         t = np.log(norms.numpy())
         width = max((t.max() - t.min()) / (knots - 1), 1e-6)
@@ -466,10 +593,10 @@ class MemorizingScore:
         before = low[at] + share * (low[at] - high[at - 1])
         after = low[at + 1] - (1 - share) * (high[at + 2] - low[at + 1])
         shift = np.exp(2 * t) / 2
-        margin = 1e-9 * (1 + shift.max())  # for the rounding of this function
         ends = np.maximum(before, after) - shift, chord - shift
         below, above = (float(np.logaddexp.reduce(values)) for values in ends)
-        margin = float(margin)
+        margin = 1e-9 * (1 + float(shift.max()))  # for the rounding of this function
+        margin += self._relative() * float(norms.max()) * self.outer * math.sqrt(self.dimension)
         return LogEnclosure((below - margin) / p, (above + margin) / p)
 
 
@@ -505,6 +632,7 @@ class TiltedScore:
         if not 0 <= height < math.inf:
             raise ValueError(f"height must be finite and at least 0, not {height}")
         self.height = float(height)
+        self._centre = _Copies(self.centre)
 
     @property
     def dimension(self) -> int:
@@ -514,22 +642,45 @@ class TiltedScore:
     @property
     def distance(self) -> float:
         """Of the centre from the target's mean."""
-        return float((self.centre - self.target.mean).norm())
+        return _direction(self.centre - self.target.mean)[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The score at each row of ``x``, ``[..., d]``."""
         _check_rows(x, self.dimension)
-        y = x - self.centre.to(x)
+        (centre,) = self._centre.like(x)
+        y = x - centre
         r = y.norm(dim=-1, keepdim=True)
         shell = (r > self.inner) & (r < self.outer)
         slope = self.height / (self.outer - self.inner)
-        return self.target(x) - torch.where(shell, slope * y / r.clamp_min(1e-300), 0.0)
+        outwards = y / r.clamp_min(torch.finfo(x.dtype).tiny)
+        return self.target(x) - torch.where(shell, slope * outwards, 0.0)
 
-    def _ball(self, radius: float) -> LogEnclosure:
-        return ball_log_probability(self.dimension, self.distance, radius)
+    def _ball(self, radius: float, complement: bool = False) -> LogEnclosure:
+        """Of the target's mass within the radius, or beyond it; the distance is a rounded number.
+
+        d/dm P(A) = E[u − m; A]: at most (R + m) P(A) for the ball, and at most 1 for any A.
+        """
+        m = self.distance
+        found = ball_log_probability(self.dimension, m, radius, complement=complement)
+        if not m or found.high == -math.inf:
+            return found
+        slope = math.exp(min(700.0, -found.low)) if complement else radius + m
+        slack = 6.1 * EPS * m * slope
+        return LogEnclosure(*_widened(found.low - slack, min(0.0, found.high + slack)))
+
+    def _shell(self) -> LogEnclosure:
+        """Of the target's mass between the radii, as a difference of two balls or two tails."""
+        outside = self._ball(self.inner).low > math.log(0.5)
+        radii = (self.inner, self.outer) if outside else (self.outer, self.inner)
+        large, small = (self._ball(radius, outside) for radius in radii)
+        low, high = small.high - large.low, small.low - large.high
+        return LogEnclosure(
+            large.low + math.log1p(-math.exp(low)) if low < 0 else -math.inf,
+            large.high + math.log1p(-math.exp(high)) if high < 0 else large.high,
+        )
 
     def lp_error(self, p: float) -> LogEnclosure:
-        """Certified enclosure of the logarithm of the L^p error under the target."""
+        """Certified enclosure of the logarithm of the L^p error under the target, p ≥ 1."""
         if not p >= 1:
             raise ValueError(f"p must be at least 1, not {p}")
         if self.height == 0:
@@ -537,10 +688,8 @@ class TiltedScore:
         slope = math.log(self.height / (self.outer - self.inner))
         if p == math.inf:
             return LogEnclosure(*_widened(slope, slope))
-        large, small = self._ball(self.outer), self._ball(self.inner)
-        low = large.low + math.log1p(-math.exp(small.high - large.low))
-        high = large.high + math.log1p(-math.exp(small.low - large.high))
-        return LogEnclosure(*_widened(slope + low / p, slope + high / p))
+        shell = self._shell()
+        return LogEnclosure(*_widened(slope + shell.low / p, slope + shell.high / p))
 
     def limit_tv(self) -> float:
         """Certified lower bound of TV(q, π), the distance of the limit from every start.
@@ -550,10 +699,41 @@ class TiltedScore:
         """
         log_a = self.height + self._ball(self.inner).low
         share = 1 / (1 + math.exp(-log_a)) if log_a > -700 else 0.0
-        return max(0.0, (share - math.exp(self._ball(self.outer).high)) * (1 - 1e-12))
+        mass = math.exp(self._ball(self.outer).high)
+        return max(0.0, share * (1 - 1e-12) - mass * (1 + 1e-12))
 
 
 # --- shared ---------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Tensors in the dtype and on the device of another one, converted once."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[torch.dtype, torch.device], tuple[Tensor, ...]] = {}
+
+    def like(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tensors, for arithmetic with ``x``."""
+        key = (x.dtype, x.device)
+        if key not in self._made:
+            self._made[key] = tuple(tensor.to(x) for tensor in self._tensors)
+        return self._made[key]
+
+
+def _shrink(time: float) -> float:
+    """e^(−time)."""
+    if not 0 <= time < math.inf:
+        raise ValueError(f"time must be finite and at least 0, not {time}")
+    return math.exp(-time)
+
+
+def _spread(points: Tensor) -> float:
+    """Largest distance between two of the points; an upper bound of it for very many."""
+    centred = points - points.mean(0)
+    if len(points) > 4096:
+        return 2 * float(centred.norm(dim=1).max())
+    return float(torch.cdist(centred, centred).max())
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -565,22 +745,35 @@ def _ends(each: Sequence[LogEnclosure]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([e.low for e in each]), np.array([e.high for e in each])
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, not {value!r}") from error
+
+
 def _positive(name: str, value: float) -> float:
-    value = float(value)
+    value = _number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, not {value}")
     return value
 
 
 def _radii(inner: float, outer: float) -> tuple[float, float]:
-    inner, outer = float(inner), float(outer)
+    inner, outer = _number("inner", inner), _number("outer", outer)
     if not 0 <= inner < outer < math.inf:
         raise ValueError(f"radii must satisfy 0 <= inner < outer, not inner={inner}, outer={outer}")
     return inner, outer
 
 
 def _array(name: str, values: Any) -> Tensor:
-    x = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    if not isinstance(values, Tensor):
+        try:
+            array = np.array(values, dtype=np.float64)  # torch would take float32 from a list
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be numbers, in rows of one length: {error}") from error
+        values = torch.from_numpy(array)
+    x = values.detach().to("cpu", torch.float64, copy=True)
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"{name} must be finite, but holds NaN or infinity")
     return x
@@ -621,8 +814,8 @@ def _check_rows(x: Tensor, d: int) -> None:
 
 
 def _direction(vector: Tensor) -> tuple[Tensor, float]:
-    """Unit vector and length; the first axis for the zero vector."""
-    length = float(vector.norm())
+    """Unit vector and length, to 2 roundings; the first axis for the zero vector."""
+    length = math.sqrt(math.fsum(vector.square().tolist()))
     if length:
         return vector / length, length
     axis = torch.zeros_like(vector)
@@ -640,23 +833,26 @@ def _line(points: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if not spread:
         axis = _direction(points[0])[0]
     origin = points[0] - (points[0] @ axis) * axis  # the point of the line nearest to 0
-    if float(origin.norm()) <= 1e-12 * float(points.abs().max()):
+    if float(origin.norm()) <= 1e-12 * float(points.norm(dim=1).max()):
         origin = torch.zeros_like(origin)
     y = points - origin
     positions = y @ axis
-    off = (y - positions[:, None] * axis).norm(dim=1).max()
-    collinear = float(off) <= 1e-12 * (1 + float(points.abs().max()))
+    # relative to the spread, but not below the rounding of the coordinates
+    z = points - points[0]
+    off = float((z - (z @ axis)[:, None] * axis).norm(dim=1).max())
+    collinear = off <= 1e-12 * spread + 16 * EPS * float(points.norm(dim=1).max())
     return origin, axis, positions if collinear else None
 
 
 def _check_disjoint(points: Tensor, radius: float) -> None:
     """Raise if two of the points are within twice the radius of each other."""
     n, d = points.shape
+    centred = points - points.mean(0)  # cdist's products lose fewer digits
     least, pair = math.inf, (0, 0)
     rows = max(1, CHUNK // max(n, d))
     for start in range(0, n, rows):
-        block = points[start : start + rows]
-        distance = torch.cdist(block, points)
+        block = centred[start : start + rows]
+        distance = torch.cdist(block, centred)
         own = torch.arange(len(block))
         distance[own, own + start] = math.inf
         value, at = distance.flatten().min(0)
@@ -669,7 +865,9 @@ def _check_disjoint(points: Tensor, radius: float) -> None:
     if least == 0:
         raise ValueError(f"{where} coincide: remove duplicates (torch.unique(points, dim=0))")
     if least <= 2 * radius:
+        digits = Context(prec=4, rounding=ROUND_FLOOR)  # advice that works when taken
+        largest = digits.create_decimal(Decimal(0.999999 * least / 2 / math.sqrt(d)))
         raise ValueError(
-            f"{where} are {least:.4g} apart, so their outer balls of radius {radius:.4g} overlap: "
-            f"outer must be below {least / 2 / math.sqrt(d):.4g}, in units of sqrt(d)"
+            f"{where} are {least:.6g} apart, so their outer balls of radius {radius:.6g} overlap: "
+            f"outer may be at most {float(largest):.4g}, in units of sqrt(d)"
         )

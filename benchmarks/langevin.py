@@ -77,7 +77,7 @@ def torch_loop(score: Any, start: Tensor, n_steps: int) -> Tensor:
 
 
 def blackjax_chains(score: Any, start: Tensor, n_steps: int) -> Callable[[], Any]:
-    """BlackJAX's stochastic-gradient Langevin kernel, vmapped over chains and scanned over steps."""
+    """BlackJAX's stochastic-gradient Langevin kernel, vmapped over chains, scanned over steps."""
     import blackjax
     import jax
     import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Langevin dynamics and score error: scores with certified errors, samplers, escape bounds, audit."""
+"""Langevin dynamics and score error: certified scores, samplers, escape bounds and an audit."""
 
 from .audit import AuditReport, initialization_audit
 from .bounds import (

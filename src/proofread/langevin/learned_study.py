@@ -249,7 +249,8 @@ class _StartsData:
         turn = torch.arange(chains) % setting.n_starts
         generators = generators_of(seed, setting.n_seeds, NORMAL_START, self.train.device)
         normal = normals(self.train.new_empty(setting.n_seeds, chains, points.shape[2]), generators)
-        self.starts = torch.cat([self.fresh[:, turn], self.train[:, turn], normal], 1)  # [S, 3 C, d]
+        # [S, 3 C, d]
+        self.starts = torch.cat([self.fresh[:, turn], self.train[:, turn], normal], 1)
 
 
 def draw(target: Target, n: int, n_seeds: int, seed: int) -> Tensor:

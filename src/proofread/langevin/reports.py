@@ -100,11 +100,11 @@ def start_table(dimensions: Sequence[int] = (8, 64, 1024)) -> Table:
         cells = []
         for d in dimensions:
             radius = STANDARD.inner * math.sqrt(d)
-            start = {"start_norm": ratio * math.sqrt(d)}
-            leave = escape_bound(d, STANDARD.alpha, radius, float(d), **start).log_probability
+            norm = ratio * math.sqrt(d)
+            leave = escape_bound(d, STANDARD.alpha, radius, float(d), start_norm=norm)
             args = d, STANDARD.alpha, STANDARD.inner, STANDARD.mean_norm(d)
-            horizon = certified_log_horizon(*args, tv=0.99, **start)
-            cells.append(f"{power_of_ten(leave, 1)}; e^{horizon:,.0f}")
+            horizon = certified_log_horizon(*args, tv=0.99, start_norm=norm)
+            cells.append(f"{power_of_ten(leave.log_probability, 1)}; e^{horizon:,.0f}")
         rows.append((f"{ratio}√d", *cells))
     columns = ("‖x₀‖", *(f"d = {d}" for d in dimensions))
     note = "P(leave by T = e^d) ≤; longest T with TV ≥ 0.99; certified, α = 10"

@@ -260,7 +260,7 @@ def diffusion_sampler(
 
 def mala(
     score: ScoreMap,
-    log_density: ScoreMap,
+    log_density: Callable[[Tensor], Tensor],
     start: Tensor,
     step: float,
     n_steps: int,
@@ -313,11 +313,10 @@ def _langevin_stage(score: ScoreMap, step: float, n_steps: int) -> _Affine:
 
 
 class _Block:
-    """Neighbouring chains that advance together, and their noise."""
+    """Neighbouring chains that advance together; ``key`` is seed and first chain of their noise."""
 
     def __init__(self, chains: slice, key: tuple[int, int], noise: Tensor, pairs: Tensor) -> None:
         self.chains = chains  # within the batch
-        self.key = key  # seed, and number of the first chain within the run
         self.noise, self.pairs = noise, pairs  # [rows, d] and [rows, 2], which blocks share
         self.fill_noise, self.fill_pairs = _filler(noise, key), _filler(pairs, key)
 
@@ -646,7 +645,12 @@ class _Metropolis:
     """Langevin steps as proposals."""
 
     def __init__(
-        self, score: ScoreMap, log_density: ScoreMap, step: float, n_steps: int, run: _Run
+        self,
+        score: ScoreMap,
+        log_density: Callable[[Tensor], Tensor],
+        step: float,
+        n_steps: int,
+        run: _Run,
     ) -> None:
         self.score, self.log_density, self.step, self.n_steps = score, log_density, step, n_steps
         self.rows = _rows(run.final.shape[1], run.final.device)

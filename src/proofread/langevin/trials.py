@@ -14,7 +14,7 @@ from ..stats import Estimate, clopper_pearson
 from .bounds import escape_bound, tv_lower_bound
 from .enclosures import ball_log_probability
 from .radial import radial_chain
-from .samplers import diffusion_sampler, langevin, mala
+from .samplers import Chains, diffusion_sampler, langevin, mala
 from .scores import GaussianScore, MemorizingScore, Score, TrapScore
 
 FULL = (2, 8, 32, 128, 512, 1000)
@@ -296,17 +296,23 @@ def contrast(
 
     def along(score: Score) -> Tensor:
         run = langevin(score, start, step, n_steps, seed=seed, thin=thin, progress=False)
-        return _distances(torch.cat([start[None], run.samples]), trap.mean)
+        return _distances(_path(start, run), trap.mean)
 
     n_levels = math.ceil((math.log(7 * math.sqrt(d)) + 4) / level_step)
     times = [level_step * k for k in range(n_levels, -1, -1)]
     run = diffusion_sampler(
         lambda t: level_trap(d, t, direction), start, times, seed=seed, thin=1, progress=False
     )
-    distances = _distances(torch.cat([start[None], run.samples]), trap.mean)
+    distances = _distances(_path(start, run), trap.mean)
     kept = torch.arange(0, n_steps + 1, thin) * step
     exact = along(trap.target)
     return Contrast(d, along(trap), distances, exact, kept, times[0] - torch.tensor(times))
+
+
+def _path(start: Tensor, run: Chains) -> Tensor:
+    """The start and every kept state: ``[1 + kept, C, d]``."""
+    assert run.samples is not None
+    return torch.cat([start[None], run.samples])
 
 
 def _distances(samples: Tensor, mean: Tensor) -> Tensor:

@@ -176,9 +176,10 @@ def test_exit_and_contrast_tables() -> None:
 
 
 def test_benchmark_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"what": "a", "against": "b", "ratio": 2.345, "target": "≥ 2", "met": True}
+    spread = {"median": 2.347, "min": 2.0, "max": 3.0}
+    row = {"what": "a", "against": "b", "ratio": 2.347, "spread": spread, "target": "≥ 2"}
     monkeypatch.setattr(reports, "recorded", lambda name: {"rows": [row]})
-    assert reports.benchmark_table().rows[0][2] == "2.35"
+    assert reports.benchmark_table().rows[0][2:4] == ("theirs / ours", "2.35 [2, 3]")
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from proofread.stats import Estimate, clopper_pearson
 
-from .radial import check_count, check_positive
-from .samplers import langevin
+from .samplers import check_count, check_positive, langevin
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .samplers import DivergenceError
+from .samplers import DivergenceError, check_count, check_positive
 from .scores import GAUSSIAN, MIXTURE, TRAP
 
 if TYPE_CHECKING:
@@ -346,28 +345,6 @@ def _law(score: RadialScore) -> tuple[int, Floats]:
             f"{type(score).__name__} is not: run langevin on it"
         )
     return law.kind, np.array(law.parameters, dtype=np.float64)
-
-
-def check_positive(name: str, value: float) -> float:
-    """``value`` as a float; a clear error unless it is positive and finite."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number, not {value!r}") from error
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be positive and finite, not {value}")
-    return number
-
-
-def check_count(name: str, value: int, least: int) -> int:
-    """``value`` as an int; a clear error unless it is an integer of at least ``least``."""
-    try:
-        count = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from error
-    if not least <= count < 2**62:
-        raise ValueError(f"{name} must be at least {least} and below 2^62, not {count}")
-    return count
 
 
 def _divergence(score: RadialScore, step: float, chain: int, number: int) -> ArithmeticError:

@@ -301,9 +301,13 @@ def benchmark_table() -> Table:
     """Recorded times of the samplers against peers."""
     rows = []
     for row in recorded("langevin.json")["rows"]:
-        rows.append((row["what"], row["against"], f"{row['ratio']:.2f}", row["target"]))
-    columns = ("what", "against", "ratio", "bar")
-    return Table(columns, rows, "one thread; medians of alternating repetitions in one process")
+        limit = row["target"].startswith("≤")
+        sense = "ours / theirs" if limit else "theirs / ours"
+        spread = row["spread"]
+        ratio = f"{row['ratio']:.3g} [{spread['min']:.3g}, {spread['max']:.3g}]"
+        rows.append((row["what"], row["against"], sense, ratio, row["target"]))
+    columns = ("what", "against", "ratio of times", "median [min, max]", "bar")
+    return Table(columns, rows, "one thread, one process, alternating repetitions")
 
 
 # --- learned scores -------------------------------------------------------------------------------

@@ -222,12 +222,20 @@ def _advance(
     """Steps ``done + 1 … end`` of one chain. Compiled by numba; as Python it does the same."""
     noise, shape = math.sqrt(2 * step), (dimension - 2) / 2
     left = thin - done % thin  # steps until the next state that is kept
+    square, most, least = u * u + w, 0.0, 0.0
+    if kind == TRAP:
+        most, least = p[2] ** 2, p[3] ** 2
     for number in range(done + 1, end + 1):
         if kind == GAUSSIAN:  # m, variance
             pull, push = 1 / p[1], p[0] / p[1]
         elif kind == TRAP:  # m, α, r_in, r_out
-            psi = min(1.0, max(0.0, (p[3] - math.sqrt(u * u + w)) / (p[3] - p[2])))
-            pull, push = 1 + psi * (p[1] - 1), (1 - psi) * p[0]
+            if square <= most:
+                pull, push = p[1], 0.0
+            elif square >= least:
+                pull, push = 1.0, p[0]
+            else:
+                psi = (p[3] - math.sqrt(square)) / (p[3] - p[2])
+                pull, push = 1 + psi * (p[1] - 1), (1 - psi) * p[0]
         else:  # K, log weights, positions, variances
             k, top = int(p[0]), -math.inf
             for i in range(1, k + 1):

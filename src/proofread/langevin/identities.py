@@ -244,7 +244,7 @@ def exit_probability(
     horizon: float,
     *,
     start_variance: float | None = None,
-    cells: int = 1500,
+    cells: int = 1000,
 ) -> float:
     """Probability that dX = −αX dt + √2 dB leaves the ball before the horizon.
 

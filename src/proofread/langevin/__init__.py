@@ -2,11 +2,13 @@
 
 from .audit import AuditReport, initialization_audit
 from .bounds import (
+    EscapeBound,
     certified_log_horizon,
     diffusion_tv_bound,
     escape_bound,
     langevin_tv_bound,
     stationary_tv_bound,
+    trap_radius,
     tv_lower_bound,
 )
 from .enclosures import LogEnclosure, ball_log_probability, trap_log_error
@@ -24,6 +26,7 @@ from .scores import (
     GaussianScore,
     MemorizingScore,
     MixtureScore,
+    RadialLaw,
     RadialScore,
     Score,
     TiltedScore,
@@ -34,11 +37,13 @@ __all__ = [
     "AuditReport",
     "Chains",
     "DivergenceError",
+    "EscapeBound",
     "GaussianScore",
     "LogEnclosure",
     "MemorizingScore",
     "MixtureScore",
     "RadialChains",
+    "RadialLaw",
     "RadialScore",
     "RadialStart",
     "Score",
@@ -59,5 +64,6 @@ __all__ = [
     "stationary_tv_bound",
     "train_scores",
     "trap_log_error",
+    "trap_radius",
     "tv_lower_bound",
 ]

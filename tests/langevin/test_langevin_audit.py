@@ -40,26 +40,64 @@ def audited(start, score, step=0.01, **options) -> AuditReport:
 @pytest.mark.parametrize("reference", [None, FRESH], ids=["displaced", "fresh"])
 def test_memorising_scores_hold_their_training_points(score, reference):
     found = audited(POINTS, score, reference=reference)
-    assert found.verdict == "unsafe: starts are training points and are held"
+    assert found.verdict == "unsafe: starts are at training points and are held"
     assert found.coincident == found.near == found.held == clopper_pearson(N_POINTS, N_POINTS)
     assert found.held_training.value == 1
     assert found.kept.value < 0.1
     assert "not fitted on" in found.advice
-    fresh = audited(FRESH, score, reference=reference)
+    assert found.ends_near is None
+
+
+@pytest.mark.parametrize("reference", [None, FRESH], ids=["displaced", "fresh"])
+def test_fresh_starts_are_safe_from_traps_that_they_miss(reference):
+    """Theorem 7: the traps hold what starts within, and nothing else falls in."""
+    fresh = audited(FRESH, TRAPS, reference=reference)
     assert fresh.verdict == "safe"
     assert fresh.held is None
     assert fresh.near.value == fresh.coincident.value == 0
+    assert fresh.ends_near == clopper_pearson(0, 60)
     assert fresh.held_training.value == 1
     assert "never start from those" in fresh.advice
+    assert "not started at, nor drawn to, training points within 200 steps" in fresh.advice
+    assert "pass the run's own n_steps" in fresh.advice
+
+
+@pytest.mark.parametrize("start", [FRESH, 3 + 2 * FRESH], ids=["fresh", "elsewhere"])
+def test_perfect_memory_collapses(start):
+    found = audited(start, OPTIMUM)
+    assert found.verdict == "collapsed: chains from other starts end at training points"
+    assert found.near.value == 0
+    assert found.ends_near == clopper_pearson(60, 60)
+    for remedy in ("fresh starts do not help", "stop training earlier", "noise", "more data"):
+        assert remedy in found.advice
+    mixed = audited(torch.cat([start, POINTS]), OPTIMUM)
+    assert mixed.verdict == found.verdict
+    assert mixed.ends_near == found.ends_near
+
+
+def test_one_collapsing_start_is_not_called_safe():
+    found = audited(FRESH[:1], OPTIMUM)
+    assert found.verdict == "inconclusive: too few starts to tell"
+    assert "more starts" in found.advice
+
+
+def test_many_starts_are_sampled():
+    start = samples(400, 7)
+    found = audited(start, EXACT, n_steps=30)
+    assert found.ends_near.n == 256
+    assert found.near.n == 400
 
 
 def test_the_exact_score_holds_nothing():
     found = audited(POINTS, EXACT, step=0.02)
-    assert found.verdict == "starts are training points, but not held"
+    assert found.verdict == "starts are at training points, but not held"
     assert found.held.value == found.held_training.value == 0
     fresh = audited(FRESH, EXACT, step=0.02)
     assert fresh.verdict == "safe"
-    assert "did not show" in fresh.advice
+    assert "never start" not in fresh.advice
+    assert fresh.ends_near == clopper_pearson(0, 60)
+    assert "Not held within 200 steps of 0.02" in found.advice
+    assert "No harm" not in found.advice
 
 
 @pytest.mark.parametrize("score", [TRAPS, EXACT], ids=["traps", "exact"])
@@ -92,6 +130,13 @@ def test_repetitions_count_as_one_point():
     assert ten.verdict == once.verdict
     assert ten.held == once.held
     assert ten.n_training == 10 * N_POINTS
+    assert ten.near_fresh == once.near_fresh
+    uneven = torch.tensor([[0.0], [1.0], [11.0], [21.0], [31.0]])
+    nearest = clopper_pearson(2, 5)  # spacing 10: the first two lie 1 apart
+    for points in (uneven, uneven.repeat(3, 1), torch.cat([uneven, uneven[:1].repeat(9, 1)])):
+        found = initialization_audit(uneven, points, GaussianScore(torch.zeros(1)), step=0.1)
+        assert (found.near_fresh, found.spacing) == (nearest, 10)
+        assert found.n_training == len(points)
 
 
 def test_fresh_starts_in_one_dimension_are_no_training_points():
@@ -102,7 +147,7 @@ def test_fresh_starts_in_one_dimension_are_no_training_points():
     assert fresh.near_fresh.low < fresh.near.value < fresh.near_fresh.high + 0.05
     assert fresh.verdict == "safe"
     trained = initialization_audit(points, points, score, step=0.05, n_steps=50)
-    assert trained.verdict == "starts are training points, but not held"
+    assert trained.verdict == "starts are at training points, but not held"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +167,18 @@ def test_fresh_starts_in_one_dimension_are_no_training_points():
 )
 def test_rules(held, kept, verdict):
     shares = clopper_pearson(*held), clopper_pearson(*kept)
-    assert audit._verdict(True, *shares) == verdict
-    assert audit._verdict(False, *shares) == audit.SAFE
-    assert audit._advice(verdict, False, 200)
+    fresh = clopper_pearson(30, 100)  # up to 0.40
+    for ends in (None, clopper_pearson(100, 256), clopper_pearson(3, 5)):
+        assert audit._verdict(True, *shares, ends, fresh) == verdict
+    for ends in (None, clopper_pearson(100, 256)):
+        assert audit._verdict(False, *shares, ends, fresh) == audit.SAFE
+    assert audit._verdict(False, *shares, clopper_pearson(3, 5), fresh) == audit.FEW
+    slight = clopper_pearson(123, 256)  # from 0.418 on: above, but not clearly
+    assert audit._verdict(False, *shares, slight, fresh) == audit.SAFE
+    for trained in (False, True):
+        ends = clopper_pearson(150, 256)
+        assert audit._verdict(trained, *shares, ends, fresh) == audit.COLLAPSED
+    assert audit._advice(verdict, False, 200, 0.1)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -137,6 +191,7 @@ def test_shares_are_those_of_the_definition(monkeypatch):
             torch.tensor([0.1, 0.49, 0.51, 2.0]),  # starts near a training point
             torch.full((256,), 0.4),  # training points
             torch.arange(256) / 256,  # control: exactly half of it within the radius
+            torch.zeros(60),  # the other starts, none near a training point
         ]
     )
     distances = torch.cdist(POINTS, POINTS).fill_diagonal_(torch.inf).min(1).values
@@ -150,13 +205,22 @@ def test_shares_are_those_of_the_definition(monkeypatch):
     monkeypatch.setattr(audit, "langevin", sampler)
     starts = torch.cat([POINTS[:4], FRESH])
     found = audited(starts, EXACT, n_steps=7, seed=5)
-    assert calls == [(4 + 256 + 256, 0.01, 7, 5)]
+    assert calls == [(4 + 256 + 256 + 60, 0.01, 7, 5)]
     assert found.spacing == pytest.approx(spacing, rel=1e-12)
     assert found.near == found.coincident == clopper_pearson(4, 64)
     assert found.near_fresh == clopper_pearson(int((distances < spacing / 2).sum()), N_POINTS)
     assert found.held == clopper_pearson(2, 4)
     assert found.held_training == clopper_pearson(256, 256)
     assert found.kept == clopper_pearson(128, 256)
+    assert found.ends_near == clopper_pearson(0, 60)
+
+    def jumps(score, start, step, n_steps, *, seed):
+        final = start.clone()
+        final[-10:] = POINTS[5:15] + 0.3 * spacing / math.sqrt(DIMENSION)
+        return SimpleNamespace(final=final)
+
+    monkeypatch.setattr(audit, "langevin", jumps)
+    assert audited(starts, EXACT).ends_near == clopper_pearson(10, 60)
 
 
 def test_a_chain_with_another_training_point_nearer_is_not_held(monkeypatch):
@@ -178,14 +242,15 @@ def test_the_control_starts_one_spacing_away(monkeypatch):
 
     monkeypatch.setattr(audit, "langevin", sampler)
     found = audited(FRESH, EXACT)
-    probes, control = starts[0].split(256)
+    probes, control, far = starts[0].split([256, 256, 60])
+    assert torch.equal(far.unique(dim=0), FRESH.unique(dim=0))  # each of them once
     assert (torch.cdist(probes, POINTS).min(1).values < 1e-6).all()
     assert len(probes.unique(dim=0)) == N_POINTS
     distance = torch.cdist(control, POINTS)
     assert ((distance - found.spacing).abs() < 1e-9).any(1).all()
     assert distance.min() > 0.5 * found.spacing
     referred = audited(FRESH, EXACT, reference=FRESH[:9])
-    assert torch.equal(starts[1][256:], FRESH[:9])
+    assert torch.equal(starts[1][256:-60], FRESH[:9])
     assert referred.kept.n == 9
 
 
@@ -218,6 +283,16 @@ def test_arrays_and_single_precision():
     assert initialization_audit(strided, points, TRAPS, step=0.01) == found
 
 
+def test_read_only_and_reversed_arrays(recwarn):
+    starts, points = POINTS.numpy().copy(), POINTS.numpy().copy()
+    expected = audited(POINTS, TRAPS, n_steps=20)
+    starts.flags.writeable = points.flags.writeable = False
+    assert initialization_audit(starts, points, TRAPS, step=0.01, n_steps=20) == expected
+    assert not recwarn.list
+    backwards = initialization_audit(starts[::-1], points, TRAPS, step=0.01, n_steps=20)
+    assert backwards.near == expected.near
+
+
 # --- what a reader sees ---------------------------------------------------------------------------
 
 
@@ -225,13 +300,17 @@ def test_the_report_reads():
     found = audited(POINTS, TRAPS)
     lines = str(found).splitlines()
     assert lines[0] == "Initialization audit: 20 starts, 20 training points, d = 64"
-    assert lines[-1].startswith("unsafe: starts are training points and are held. Start from")
+    assert lines[-1].startswith("unsafe: starts are at training points and are held. Start from")
     assert len({line.index("  ", 4) for line in lines[1:3]}) == 2
     assert max(map(len, lines[:-1])) < 100
     page = audited(FRESH, TRAPS)._repr_html_()
     assert "<strong>safe.</strong>" in page
     assert page.count("<tr>") == page.count("</tr>") == len(lines) - 2
     assert "none" in str(audited(FRESH, TRAPS))
+    assert "starts that coincide with training points" in str(found)
+    assert "held within 200 steps of 0.01" in str(found)
+    for start, score in ((POINTS, TRAPS), (FRESH, TRAPS), (FRESH, OPTIMUM), (POINTS, EXACT)):
+        str(audited(start, score)).encode("latin-1")
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -249,6 +328,10 @@ def test_the_report_reads():
         ({"training_points": POINTS / 0}, "training_points must be finite"),
         ({"reference": FRESH[:, 1:]}, "reference and start must have the same dimension"),
         ({"reference": FRESH[:0]}, r"reference must be"),
+        ({"reference": torch.cat([FRESH, POINTS[:3]])}, "3 of its 63 are training points"),
+        ({"training_points": POINTS * 1e200}, "training_points must be of a scale"),
+        ({"start": POINTS * 1e200}, "start must be of a scale"),
+        ({"training_points": POINTS * 1e-200}, "squares of their distances underflow"),
         ({"step": 0.0}, "step must be positive"),
         ({"step": math.nan}, "step must be positive"),
         ({"n_steps": 0}, "n_steps must be at least 1"),
@@ -267,6 +350,27 @@ def test_other_types_are_named(dtype):
         audited(POINTS.to(dtype), EXACT)
     with pytest.raises(TypeError, match="training_points must be float32 or float64"):
         initialization_audit(POINTS, POINTS.to(dtype), EXACT, step=0.1)
+
+
+@pytest.mark.parametrize(
+    ("takes", "given", "remedy"),
+    [
+        (torch.float32, torch.float64, r"start\.float\(\)"),
+        (torch.float64, torch.float32, r"start\.double\(\)"),
+    ],
+)
+def test_a_score_of_another_dtype_is_named(takes, given, remedy):
+    network = torch.nn.Linear(DIMENSION, DIMENSION, dtype=takes)
+    with pytest.raises(TypeError, match=f"score takes {takes}: pass {remedy}"):
+        audited(FRESH.to(given), network)
+
+
+def test_other_errors_of_the_score_are_its_own():
+    def broken(x):
+        raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        audited(FRESH, broken)
 
 
 def test_a_step_too_large_is_the_samplers_error():

@@ -300,7 +300,11 @@ def test_points_are_projected_about_the_origin():
         ({"seed": -1}, "seed must be at least 0"),
         ({"stop_radius": 0.0}, "stop_radius must be positive"),
         ({"start": "gauss"}, "the only named start"),
-        ({"start": "gaussian"}, "needs n_chains"),
+        ({"start": torch.zeros(3)}, r"write start\[None\] for one chain"),
+        ({"start": ([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])}, "u and w or two points"),
+        ({"start": RadialStart(1e151, 0.0)}, r"closer to the origin than 1e\+150"),
+        ({"start": RadialStart(0.0, 1e302)}, r"closer to the origin than 1e\+150"),
+        ({"start": np.full((2, 3), 1e151)}, r"closer to the origin than 1e\+150"),
         ({"start": RadialStart(math.nan, 1.0)}, "start must be finite"),
         ({"start": RadialStart(1e200, 1.0)}, "start must be finite"),
         ({"start": RadialStart(1.0, -1.0)}, "w is the squared distance"),
@@ -336,6 +340,55 @@ def test_bad_types_are_named():
         radial_chain(torch.nn.Identity(), start, STEP, 1, seed=0)
     with pytest.raises(ValueError, match="0 in one dimension"):
         radial_chain(GaussianScore(first_axis(1, 1.0)), start, STEP, 1, seed=0)
+
+
+class Still(GaussianScore):
+    """Another score under the law of its base class."""
+
+    def __call__(self, x):
+        return torch.zeros_like(x)
+
+
+class Scaled(TrapScore):
+    def coefficients(self, u, w):
+        return tuple(2 * part for part in super().coefficients(u, w))
+
+
+class Named(GaussianScore):
+    """The same score."""
+
+    name = "exact"
+
+
+def test_a_subclass_with_another_score_is_refused():
+    mean, start = first_axis(3, 1.0), RadialStart(1.0, 1.0)
+    for score in (Still(mean), Scaled(7 * mean, alpha=2.0, inner=1.0, outer=1.5)):
+        with pytest.raises(TypeError, match="overrides the score of a radial class"):
+            radial_chain(score, start, STEP, 1, seed=0)
+    patched = GaussianScore(mean)
+    patched.coefficients = lambda u, w: (u, w)
+    with pytest.raises(TypeError, match="overrides"):
+        radial_chain(patched, start, STEP, 1, seed=0)
+    same = radial_chain(Named(mean), start, STEP, 5, seed=0)
+    assert same.u == radial_chain(GaussianScore(mean), start, STEP, 5, seed=0).u
+
+
+def test_one_gaussian_start_by_default():
+    score = GaussianScore(first_axis(3, 1.0))
+    one = radial_chain(score, "gaussian", STEP, 5, seed=3)
+    assert one.u.shape == (1,)
+    assert one.u[0] == radial_chain(score, "gaussian", STEP, 5, n_chains=4, seed=3).u[0]
+    with pytest.raises(ValueError, match=r'start=\'gauss\': the only named start is "gaussian"$'):
+        radial_chain(score, "gauss", STEP, 5, seed=3)
+
+
+@pytest.mark.parametrize("pair", [(1.0, 2.0), ([1.0, 0.5], [2.0, 3.0]), ([1.0, 0.5], 2.0)])
+def test_a_pair_is_a_reduced_start(pair):
+    score = GaussianScore(first_axis(3, 1.0))
+    found = radial_chain(score, pair, STEP, 5, seed=3)
+    expected = radial_chain(score, RadialStart(*pair), STEP, 5, seed=3)
+    np.testing.assert_array_equal(found.u, expected.u)
+    np.testing.assert_array_equal(found.w, expected.w)
 
 
 @pytest.mark.parametrize("dimension", [1, 2, 9])

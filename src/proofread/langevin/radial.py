@@ -31,12 +31,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .samplers import DivergenceError, check_count, check_positive
-from .scores import GAUSSIAN, MIXTURE, TRAP
+from .scores import (
+    GAUSSIAN,
+    MIXTURE,
+    TRAP,
+    GaussianScore,
+    MixtureScore,
+    RadialScore,
+    TrapScore,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .scores import RadialScore
 
 __all__ = ["RadialChains", "RadialStart", "radial_chain"]
 
@@ -106,13 +112,14 @@ def radial_chain(
 
     Args:
         score: a score with a radial law (``GaussianScore``, ``TrapScore``, a ``MixtureScore`` with
-            its centres on one line).
-        start: ``RadialStart(u, w)`` with numbers or ``[C]`` arrays; or points ``[C, d]``, a tensor
-            or an array; or ``"gaussian"`` for independent starts from N(origin, I), where the
-            origin is the score's.
+            its centres on one line). A subclass that computes another score when called has no
+            law that is known here, and is refused.
+        start: ``RadialStart(u, w)`` or a pair ``(u, w)`` with numbers or ``[C]`` arrays; or points
+            ``[C, d]``, a tensor or an array; or ``"gaussian"`` for independent starts from
+            N(origin, I), where the origin is the score's.
         step: step size h > 0.
         n_steps: number of steps, 0 or more.
-        n_chains: C, needed where ``start`` doesn't say it (default 1 for a start of two numbers).
+        n_chains: C where ``start`` doesn't say it, for ``"gaussian"`` and two numbers (default 1).
         seed: 0 or more. Chain c draws from a stream of its own, made of ``(seed, c)``: it is the
             same whatever the number of chains.
         thin: keep the state after every ``thin`` steps, ``16 · C · (n_steps // thin)`` bytes.
@@ -124,9 +131,10 @@ def radial_chain(
         the last states, exit steps and kept states.
 
     Raises:
-        TypeError: ``score`` is no radial score, or a count is no integer.
+        TypeError: ``score`` is no radial score or overrides one, or a count is no integer.
         ValueError: a step, radius or count that is not positive, a start of the wrong shape, with a
-            NaN or an infinity, or with ``w`` below 0 (in one dimension: not 0).
+            NaN or an infinity, 1e150 or more from the origin, or with ``w`` below 0 (in one
+            dimension: not 0), or a pair of ``d`` numbers each, which could be two points.
         DivergenceError: a chain left every bound, most often because the step is too large; names
             chain and step.
     """
@@ -205,7 +213,7 @@ def _compiled() -> Callable[..., tuple[float, float, int, int]]:
         return numba.njit(signature)(_advance)
 
 
-def _advance(
+def _advance(  # noqa: PLR0912
     kind: int,
     p: Floats,
     dimension: int,
@@ -283,17 +291,12 @@ def _starts(score: RadialScore, start: Any, n_chains: int | None) -> tuple[Float
     """Starting (u, w), ``[C, 2]``, or None where each chain draws its own; and C."""
     wanted = None if n_chains is None else check_count("n_chains", n_chains, 1)
     if isinstance(start, str):
-        if start != "gaussian" or wanted is None:
-            raise ValueError(
-                f'start={start!r} with n_chains={n_chains}: the only named start is "gaussian", '
-                "and it needs n_chains"
-            )
-        return None, wanted
-    u, w = _pair(start) if isinstance(start, RadialStart) else _projected(score, start)
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite = np.isfinite(u * u + w).all()
-    if not finite:
-        raise ValueError("start must be finite, but it holds a NaN, an infinity or a huge number")
+        if start != "gaussian":
+            raise ValueError(f'start={start!r}: the only named start is "gaussian"')
+        return None, wanted or 1
+    reduced = isinstance(start, RadialStart) or _is_pair(start, score.dimension)
+    u, w = _pair(start) if reduced else _projected(score, start)
+    _check_size(u, w)
     if (w < 0).any() or (score.dimension == 1 and w.any()):
         raise ValueError(
             "start: w is the squared distance from the axis, at least 0, and 0 in one dimension; "
@@ -306,7 +309,32 @@ def _starts(score: RadialScore, start: Any, n_chains: int | None) -> tuple[Float
     return np.stack([u, w], axis=1), u.size
 
 
-def _pair(start: RadialStart) -> tuple[Floats, Floats]:
+def _is_pair(start: Any, dimension: int) -> bool:
+    """Whether a plain tuple is ``(u, w)``; two rows of points look alike if C is d."""
+    if type(start) is not tuple or len(start) != 2:
+        return False
+    shapes = [np.shape(part) for part in start]
+    if shapes == [(dimension,)] * 2:
+        raise ValueError(
+            f"start: a tuple of two times {dimension} numbers may be u and w or two points: write "
+            "RadialStart(u, w), or points as an array"
+        )
+    return max(map(len, shapes)) < 2
+
+
+def _check_size(u: Floats, w: Floats) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = u * u + w
+    if not (np.isfinite(u) & np.isfinite(w)).all():
+        raise ValueError("start must be finite, but it holds a NaN or an infinity")
+    if not (square < HUGE).all():
+        raise ValueError(
+            f"start must be finite and closer to the origin than {math.sqrt(HUGE):g}, where "
+            "squared radii are still numbers"
+        )
+
+
+def _pair(start: tuple[ArrayLike, ArrayLike]) -> tuple[Floats, Floats]:
     """Both numbers as arrays of one shape, ``[C]`` or ``[]``."""
     try:
         u, w = np.broadcast_arrays(*(np.asarray(part, dtype=np.float64) for part in start))
@@ -326,9 +354,9 @@ def _projected(score: RadialScore, points: Any) -> tuple[Floats, Floats]:
         raise ValueError(
             f'start must be RadialStart(u, w), "gaussian" or points [C, {score.dimension}], '
             f"not of shape {list(x.shape)}"
+            + (": write start[None] for one chain" if x.shape == (score.dimension,) else "")
         )
-    if not np.isfinite(x).all():
-        raise ValueError("start must be finite, but it holds a NaN or an infinity")
+    _check_size(x, np.zeros(1))
     y, axis = x - _as_array(score.origin), _as_array(score.axis)
     u = y @ axis
     across = y - u[:, None] * axis  # its own length: w = ‖y‖² − u² would cancel near the axis
@@ -352,7 +380,19 @@ def _law(score: RadialScore) -> tuple[int, Floats]:
             f"score must be radial about one axis (a mixture: centres on one line), and "
             f"{type(score).__name__} is not: run langevin on it"
         )
+    if any(_is_overridden(score, name) for name in ("__call__", "coefficients")):
+        raise TypeError(
+            f"score: {type(score).__name__} overrides the score of a radial class, so its law may "
+            "not be the one it has when called: run langevin on it"
+        )
     return law.kind, np.array(law.parameters, dtype=np.float64)
+
+
+def _is_overridden(score: Any, name: str) -> bool:
+    """Whether a class that is not of this package, or the object itself, defines the method."""
+    owner = next((cls for cls in type(score).__mro__ if name in vars(cls)), None)
+    known = owner in (None, RadialScore, GaussianScore, TrapScore, MixtureScore)
+    return not known or name in getattr(score, "__dict__", {})
 
 
 def _divergence(score: RadialScore, step: float, chain: int, number: int) -> ArithmeticError:
@@ -360,7 +400,8 @@ def _divergence(score: RadialScore, step: float, chain: int, number: int) -> Ari
     remedy = (
         f"the step {step:g} is too large for this score: take one below 2 / lipschitz = {limit:.3g}"
         if step >= limit > 0
-        else f"look for a NaN or an infinity in the score's parameters, {score.law.parameters}"
+        else "look for a NaN, an infinity or a huge number in the score's parameters, "
+        f"{score.law.parameters}"
     )
     return DivergenceError(f"chain {chain} diverged at step {number}: {remedy}")
 

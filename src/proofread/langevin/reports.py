@@ -386,9 +386,9 @@ def audit_table(study: StartsStudy, n_steps: int = 200) -> Table:
             report = initialization_audit(
                 start, train, score, step=study.setting.step, n_steps=n_steps, seed=1
             )
-            shares = report.coincident.value, report.held_training.value, report.kept.value
-            cells = (f"{100 * share:.0f} %" for share in shares)
+            shares = report.coincident, report.held_training, report.ends_near
+            cells = ("–" if share is None else f"{100 * share.value:.0f} %" for share in shares)
             rows.append((SCORES[kind], name, *cells, report.verdict))
-    columns = ("score", "starts", "in training set", "training points held", "control held")
-    note = f"first seed, {n_steps} steps; control: displaced training points"
+    columns = ("score", "starts", "in training set", "training points held", "others end at one")
+    note = f"first seed, {n_steps} steps; others: starts that are not at a training point"
     return Table((*columns, "verdict"), rows, note)

@@ -75,6 +75,7 @@ GROUPS = 256  # of four normals, made together: they stay in the first-level cac
 LOW = 2**32 - 1
 CHECK = 64  # steps between two checks there: each waits for the device
 LAUNCH = 1024  # steps of one launch of the kernel
+LONGEST = 30  # step between two levels of diffusion: e³⁰ roundings of float64 are 0.001
 GROWTH = 1e6  # in units of everything in sight: no chain of a confining score goes there
 
 
@@ -125,11 +126,13 @@ def langevin(
 
     Args:
         score: a map ``[rows, d] → [rows, d]`` that keeps the dtype, treats rows alike and doesn't
-            write to its argument.
+            write to its argument. It is called without gradients: one that differentiates a
+            density must do so within ``torch.enable_grad()``.
         start: ``[C, d]``, float32 or float64, finite; left as it is.
         step: step size h > 0.
         n_steps: number of steps, 0 or more.
-        seed: 0 or more; see the module's text for what the noise depends on.
+        seed: 0 or more; the noise of row c is a function of seed, ``first_chain + c`` and the
+            number of the step alone, so that two calls with one seed see the same noise.
         thin: keep the states after every ``thin`` steps: ``n_steps // thin`` times ``[C, d]``.
         statistics: stream mean and variance of every chain over its steps, in two float64
             buffers of ``[C, d]``.
@@ -140,7 +143,7 @@ def langevin(
         the last states and what was asked to be kept.
 
     Raises:
-        TypeError: a start of another dtype, a count that is no integer, or a score that returns
+        TypeError: a start of another dtype, sparse or without values, a count that is no integer, or a score that returns
             another dtype.
         ValueError: a start that is not ``[C, d]`` of the score's dimension or not finite, a step or
             a count that is not positive, statistics over no steps, or a score of another shape.
@@ -157,7 +160,7 @@ def langevin(
 def annealed_langevin(
     scores: Sequence[ScoreMap],
     start: Tensor,
-    steps: Sequence[float],
+    steps: Sequence[float] | float,
     n_steps_per_level: int,
     *,
     seed: int,
@@ -174,7 +177,7 @@ def annealed_langevin(
     Args:
         scores: one map ``[rows, d] → [rows, d]`` a level, at least one.
         start: ``[C, d]``, as for :func:`langevin`.
-        steps: step size of each level.
+        steps: step size of each level, or one number for all.
         n_steps_per_level: number of steps at each level.
         seed: as for :func:`langevin`; the noise runs on from level to level.
         thin: as for :func:`langevin`, counted over all levels.
@@ -186,17 +189,13 @@ def annealed_langevin(
         the states after the last level; ``n_steps`` counts all levels.
 
     Raises:
-        TypeError: as for :func:`langevin`.
+        TypeError: as for :func:`langevin`, or scores that are no list, or steps that are neither a
+            list nor a number.
         ValueError: as for :func:`langevin`, or no scores, or not one step a score.
         DivergenceError: as for :func:`langevin`.
     """
     each = check_count("n_steps_per_level", n_steps_per_level, 0)
-    if not len(scores) or len(scores) != len(steps):
-        raise ValueError(
-            f"steps must hold one step a score, and at least one: {len(steps)} steps, "
-            f"{len(scores)} scores"
-        )
-    sizes = [check_positive(f"steps[{i}]", step) for i, step in enumerate(steps)]
+    sizes = _check_levels(scores, steps)
     run = _Run(start, each * len(sizes), seed, thin, statistics, first_chain, progress)
     for i, score in enumerate(scores):
         run.check_score(score, f"scores[{i}]")
@@ -221,15 +220,17 @@ def diffusion_sampler(
 
     .. math:: x' = e^{\Delta} x + (e^{\Delta} - e^{-\Delta})\,s_t(x) + \sqrt{1 - e^{-2\Delta}}\,\xi
 
-    is exact for normal targets of variance 1 and their exact scores. It is DDPM's step with
+    is exact for normal targets of variance 1 and their exact scores, up to :math:`e^\Delta`
+    roundings. It is DDPM's step with
     :math:`\beta = 1 - e^{-2\Delta}` and variance β (Ho, Jain and Abbeel, *Denoising Diffusion
     Probabilistic Models*, NeurIPS 2020, algorithm 2).
 
     Args:
         score_at: the score ``s_t`` of a time t, a map ``[rows, d] → [rows, d]``; called once a
-            level, for all chains, when the level begins.
+            level, for all chains, when the level begins. A ``GaussianScore`` or ``MixtureScore``
+            of the data has it as its method ``noised``.
         start: ``[C, d]``, as for :func:`langevin`: usually samples of N(0, I).
-        times: levels, strictly decreasing, the last one 0.
+        times: levels, strictly decreasing, the last one 0, at most 30 apart.
         seed: as for :func:`langevin`.
         thin: as for :func:`langevin`; a step is a level.
         statistics: as for :func:`langevin`.
@@ -240,11 +241,13 @@ def diffusion_sampler(
         the states at time 0; ``n_steps`` is the number of levels, ``len(times) − 1``.
 
     Raises:
-        TypeError: as for :func:`langevin`.
-        ValueError: as for :func:`langevin`, or times that do not decrease to 0.
+        TypeError: as for :func:`langevin`, or a score in place of ``score_at``.
+        ValueError: as for :func:`langevin`, or times that do not decrease to 0 or lie too far
+            apart.
         DivergenceError: as for :func:`langevin`; names the level.
     """
     levels = _check_times(times)
+    _check_score_at(score_at)
     run = _Run(start, len(levels) - 1, seed, thin, statistics, first_chain, progress)
 
     def stages() -> Iterator[_Stage]:
@@ -673,7 +676,7 @@ class _Metropolis:
         """All steps of a block."""
         log, accepted = self.start[block.chains], self.acceptance[block.chains]
         score = _call(self.score, x).clone()
-        self._check(score, log, 0, block)
+        self._check(score, log, done + 1, block)  # the first step is made of it
         for number in range(done + 1, done + self.n_steps + 1):
             block.draw(number, math.sqrt(2 * self.step))
             proposal = torch.add(x, score, alpha=self.step).add_(block.noise)
@@ -859,12 +862,21 @@ def _radial(x, noise, axis, origin, u, square, kind, p, keep, drift, limit):  # 
             psi = min(1.0, max(0.0, (p[2] - math.sqrt(square[i])) * p[3]))
             pull, push = 1 + psi * p[0], (1 - psi) * p[1]
         else:
-            k, top, w = p.size // 3, -math.inf, max(0.0, square[i] - u[i] * u[i])
+            k, top, w = p.size // 4, -math.inf, 0.0
+            if p[-1] != 0:  # the variances differ
+                w = square[i] - u[i] * u[i]
+            if w < 0.25 * square[i] and p[-1] != 0:  # few digits left: sum the rest itself
+                rest, far = zero, number(u[i])
+                for j in range(x.shape[1]):
+                    y = x[i, j] - origin[j] - far * axis[j]
+                    rest += y * y
+                w = rest
             for c in range(k):
-                top = max(top, p[c] - 0.5 * p[2 * k + c] * ((u[i] - p[k + c]) ** 2 + w))
+                log_share = p[c] - 0.5 * p[2 * k + c] * (u[i] - p[k + c]) ** 2 - p[3 * k + c] * w
+                top = max(top, log_share)
             total = pull = push = 0.0
             for c in range(k):
-                log_share = p[c] - 0.5 * p[2 * k + c] * ((u[i] - p[k + c]) ** 2 + w)
+                log_share = p[c] - 0.5 * p[2 * k + c] * (u[i] - p[k + c]) ** 2 - p[3 * k + c] * w
                 share = math.exp(log_share - top)
                 total += share
                 pull += share * p[2 * k + c]
@@ -904,15 +916,19 @@ def _without_divisions(law: RadialLaw) -> NDArray[np.float64]:
 
     - Gaussian: 1/variance, m/variance;
     - trap: α − 1, m, outer radius, 1/(outer − inner);
-    - mixture: K log weights, K positions, K precisions.
+    - mixture: K log weights, K positions, K precisions, and what half a precision exceeds the
+      smallest half by; in order of the precisions, so that the last number says if they differ.
     """
     p = np.array(law.parameters, dtype=np.float64)
     if law.kind == GAUSSIAN:
         return np.array([1 / p[1], p[0] / p[1]])
     if law.kind == TRAP:
         return np.array([p[1] - 1, p[0], p[3], 1 / (p[3] - p[2])])
-    k = int(p[0])
-    return np.concatenate([p[1 : 1 + 2 * k], 1 / p[1 + 2 * k :]])
+    weights, positions, variances = p[1:].reshape(3, -1)
+    order = np.argsort(-variances, kind="stable")
+    precisions = 1 / variances[order]
+    excess = (precisions - precisions[0]) / 2
+    return np.concatenate([weights[order], positions[order], precisions, excess])
 
 
 def _project(x, axis, origin, u, square):  # type: ignore[no-untyped-def]
@@ -965,6 +981,10 @@ def _check_start(start: Any) -> None:
         raise TypeError(f"start must be a tensor [C, d], not {type(start).__name__}")
     if start.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"start must be float32 or float64, not {start.dtype}: use .float()")
+    if start.layout != torch.strided:
+        raise TypeError(f"start must be dense, not {start.layout}: use .to_dense()")
+    if start.is_meta:
+        raise TypeError("start must hold values, but is on the meta device: make it on cpu or cuda")
     if start.ndim != 2 or not start.shape[1]:
         raise ValueError(
             f"start must be [C, d] with d ≥ 1, one row a chain, not of shape {list(start.shape)}"
@@ -985,11 +1005,53 @@ def _check_start(start: Any) -> None:
 
 
 def _check_times(times: Sequence[float]) -> list[float]:
-    levels = [float(t) for t in times]
+    try:
+        levels = [float(t) for t in times]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"times must be a list of numbers, such as [2.0, 1.0, 0.5, 0.0]: {error}"
+        ) from error
     falling = all(a > b for a, b in itertools.pairwise(levels))
     if not levels or levels[-1] != 0 or not falling or levels[0] == math.inf:
         raise ValueError(
             "times must decrease strictly to 0, such as [2.0, 1.0, 0.5, 0.0], "
             f"not {levels if len(levels) < 8 else [*levels[:3], '…', *levels[-3:]]}"
         )
+    gap, t, s = max(((a - b, a, b) for a, b in itertools.pairwise(levels)), default=(0.0,) * 3)
+    if gap > LONGEST:
+        raise ValueError(
+            f"times must be at most {LONGEST} apart, but the largest step is {gap:g}, from {t:g} "
+            f"to {s:g}, and rounding grows by exp({gap:g}) over it: put levels between"
+        )
     return levels
+
+
+def _check_score_at(score_at: Any) -> None:
+    if isinstance(score_at, RadialScore | MemorizingScore | TiltedScore):
+        raise TypeError(
+            f"score_at must map a time to a score, but is a {type(score_at).__name__}: for a "
+            "GaussianScore or MixtureScore of the data pass its method noised"
+        )
+    if not callable(score_at):
+        raise TypeError(f"score_at must map a time to a score, not be {type(score_at).__name__}")
+
+
+def _check_levels(scores: Any, steps: Any) -> list[float]:
+    """Step size of each level; one number is the same for all."""
+    if not hasattr(scores, "__len__"):
+        raise TypeError(
+            f"scores must be a list of scores, one a level, not {type(scores).__name__}; for one "
+            "score use langevin"
+        )
+    if isinstance(steps, int | float) or getattr(steps, "ndim", None) == 0:
+        steps = [check_positive("steps", steps)] * len(scores)
+    if not hasattr(steps, "__len__"):
+        raise TypeError(
+            f"steps must be a list of step sizes, one a score, or one number, not {steps!r}"
+        )
+    if not len(scores) or len(scores) != len(steps):
+        raise ValueError(
+            f"steps must hold one step a score, and at least one: {len(steps)} steps, "
+            f"{len(scores)} scores"
+        )
+    return [check_positive(f"steps[{i}]", step) for i, step in enumerate(steps)]

@@ -150,6 +150,40 @@ def test_langevin_is_the_plain_loop(name: str, d: int, dtype) -> None:
     close(found.samples, states)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 2, 7])
+def test_shares_of_a_mixture_far_along_its_axis(d: int, dtype) -> None:
+    """‖y‖² − u² keeps no digit of w there: the reference has y − u·axis, in float64."""
+    along = torch.eye(d, dtype=torch.float64)[0]
+    far = 1e4 if dtype == torch.float32 else 3e8
+    score = MixtureScore(torch.stack([far * along, (far + 3) * along]), [1.0, 0.05])
+    x = (
+        far * along + 3 * torch.rand(400, 1, dtype=torch.float64) * along + 0.1 * normal(400, d)
+    ).to(dtype)
+    h = 1e-3
+    y = x.double() - far * along
+    means, v = torch.stack([0 * along, 3 * along]), torch.tensor([1.0, 0.05], dtype=torch.float64)
+    offset = means - y[:, None]
+    logs = -offset.square().sum(2) / (2 * v) - d / 2 * v.log()
+    s = (logs.softmax(1)[..., None] * offset / v[:, None]).sum(1)
+    found = langevin(score, x, h, 1, seed=0).final.double() - far * along
+    expected = y + h * s + math.sqrt(2 * h) * draws(0, 400, d, 1, torch.float64)[0]
+    # of coordinates that are rounded to far·ε
+    error = (found - expected).abs().max()
+    assert float(error) < 4 * far * torch.finfo(dtype).eps * (1 + h * float(s.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_long_run_far_along_the_axis_is_that_of_the_called_score(dtype) -> None:
+    score = MixtureScore([[1e4, 0.0], [1e4 + 3, 0.0]], [1.0, 0.05])
+    x = score.sample(2000, 0).to(dtype)
+    ends = [langevin(s, x, 0.005, 100, seed=1).final[:, 0] for s in (score, lambda x: score(x))]
+    inside, outside = (float((end > 1e4 + 2).double().mean()) for end in ends)
+    assert abs(inside - outside) < 0.005
+    if dtype == torch.float64:
+        assert float((ends[0] - ends[1]).abs().max()) < 1e-8
+
+
 def test_langevin_in_blocks_is_the_plain_loop() -> None:
     d, n = 700, 230  # three blocks
     assert n / 3 <= samplers._rows(d, CPU) < n / 2
@@ -604,6 +638,9 @@ GOOD = torch.zeros(4, 2)
         ({"start": torch.zeros(2, 3, 4)}, ValueError, "one row a chain"),
         ({"start": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "int64: use .float()"),
         ({"start": torch.zeros(3, 2).half()}, TypeError, "float16"),
+        ({"start": GOOD.to_sparse()}, TypeError, r"start must be dense.*use \.to_dense\(\)"),
+        ({"start": GOOD.to_sparse_csr()}, TypeError, "start must be dense, not torch.sparse_csr"),
+        ({"start": GOOD.to("meta")}, TypeError, "start must hold values, but is on the meta"),
         ({"start": np.zeros((3, 2))}, TypeError, "must be a tensor.*ndarray"),
         ({"start": NAN_ROW}, ValueError, "2 of its 3 rows"),
         ({"start": GOOD - 3e19}, ValueError, "start holds -3e.19, too large for squared norms"),
@@ -651,6 +688,12 @@ def test_bad_arguments_are_named_before_any_work(changed, kind, message: str) ->
         ({"times": [0.0], "statistics": True}, ValueError, "statistics=True needs at least one"),
         ({"score_at": lambda t: 3}, TypeError, r"score_at\(1\) must be a function.*not int"),
         ({"score_at": GaussianScore(torch.zeros(3)).noised}, ValueError, r"\[C, 3\].*d = 2"),
+        ({"score_at": line(2)}, TypeError, "a time to a score, but is a Mix.*its method noised"),
+        ({"score_at": 3}, TypeError, "score_at must map a time to a score, not be int"),
+        ({"times": 1.0}, TypeError, "times must be a list of numbers"),
+        ({"times": ["a", 0.0]}, TypeError, "times must be a list of numbers"),
+        ({"times": [1000.0, 0.0]}, ValueError, "times.*largest step is 1000, from 1000 to 0,"),
+        ({"times": [90.0, 80.0, 40.0, 20.0, 0.0]}, ValueError, "step is 40, from 80 to 40, and"),
     ],
 )
 def test_bad_arguments_of_the_diffusion_sampler_are_named(changed, kind, message: str) -> None:
@@ -665,6 +708,42 @@ def test_bad_arguments_of_the_diffusion_sampler_are_named(changed, kind, message
 def test_times_must_decrease_to_zero(times) -> None:
     with pytest.raises(ValueError, match="times must decrease strictly to 0"):
         diffusion_sampler(never, GOOD, times, seed=0)
+
+
+def test_a_long_step_of_diffusion_is_exact_up_to_what_is_said() -> None:
+    mean = torch.tensor([3.0, -1.0], dtype=torch.float64)
+    x = normal(5, 2)
+    end = diffusion_sampler(GaussianScore(mean).noised, x, [30.0, 0.0], seed=0).final
+    noise = draws(0, 5, 2, 1, torch.float64)[0]
+    torch.testing.assert_close(end, mean + noise, rtol=0, atol=0.01)
+
+
+def test_annealing_takes_one_step_for_all_levels() -> None:
+    scores, x = [bump(3), line(3)], normal(5, 3)
+    expected = annealed_langevin(scores, x, [0.1, 0.1], 4, seed=0).final
+    for step in (0.1, np.float64(0.1), torch.tensor(0.1, dtype=torch.float64)):
+        assert torch.equal(annealed_langevin(scores, x, step, 4, seed=0).final, expected)
+
+
+@pytest.mark.parametrize(
+    ("scores", "steps", "message"),
+    [
+        (line(2), [0.1], "scores must be a list of scores, one a level, not MixtureScore"),
+        (line(2), 0.1, "for one score use langevin"),
+        (iter([never]), [0.1], "scores must be a list of scores"),
+        ([never, never], None, "steps must be a list of step sizes.*or one number, not None"),
+        ([never], "a", r"steps\[0\] must be a number"),
+    ],
+)
+def test_annealing_names_scores_and_steps_of_the_wrong_kind(scores, steps, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        annealed_langevin(scores, GOOD, steps, 3, seed=0)
+
+
+def test_what_the_docstring_of_langevin_must_say() -> None:
+    text = inspect.getdoc(langevin) or ""
+    assert "torch.enable_grad()" in text
+    assert "module's text" not in text
 
 
 def test_annealing_needs_one_step_a_score() -> None:
@@ -800,7 +879,7 @@ def test_mala_names_densities_and_scores_that_make_no_sense() -> None:
         mala(torch.neg, lambda x: torch.full((len(x),), -math.inf), x, 0.1, 5, seed=0)
     with pytest.raises(ValueError, match=r"map \[4, 2\] to \[4\], but returned \[4, 2\]"):
         mala(torch.neg, torch.neg, x, 0.1, 5, seed=0)
-    with pytest.raises(DivergenceError, match="the score is not finite at step 0, for chain 0"):
+    with pytest.raises(DivergenceError, match="the score is not finite at step 1, for chain 0"):
         mala(lambda x: x * math.nan, lambda x: -x.sum(1), x, 0.1, 5, seed=0)
 
 

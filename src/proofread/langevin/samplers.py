@@ -143,8 +143,8 @@ def langevin(
         the last states and what was asked to be kept.
 
     Raises:
-        TypeError: a start of another dtype, sparse or without values, a count that is no integer, or a score that returns
-            another dtype.
+        TypeError: a start of another dtype, sparse or on the meta device, a count that is no
+            integer, or a score that returns another dtype.
         ValueError: a start that is not ``[C, d]`` of the score's dimension or not finite, a step or
             a count that is not positive, statistics over no steps, or a score of another shape.
         DivergenceError: a chain left every bound, or the score is not finite.

@@ -152,7 +152,7 @@ def langevin(
     step, n_steps = check_positive("step", step), check_count("n_steps", n_steps, 0)
     run = _Run(start, n_steps, seed, thin, statistics, first_chain, progress)
     run.check_score(score)
-    if run.final.is_cuda and _is_radial(score) and _has_kernel(run.final):
+    if run.final.is_cuda and _is_radial(score) and _has_kernel(run.final, score.law):  # type: ignore[union-attr]
         return _kernel_chains(run, score, step)  # type: ignore[arg-type]
     return run([_langevin_stage(score, step, n_steps)])
 
@@ -610,8 +610,14 @@ def _size(score: Any) -> float | None:
     return None
 
 
-def _has_kernel(x: Tensor) -> bool:
-    """Whether the kernel takes such chains; it needs triton, which not every platform has."""
+def _has_kernel(x: Tensor, law: RadialLaw) -> bool:
+    """Whether the kernel takes such chains; it needs triton, which not every platform has.
+
+    Not mixtures of several variances: it has the distance from the axis as a difference of squares,
+    which loses its digits far along the axis.
+    """
+    if law.kind == MIXTURE and len(set(law.parameters[1 + 2 * int(law.parameters[0]) :])) > 1:
+        return False
     try:
         from .kernels import takes
     except ImportError:

@@ -152,7 +152,7 @@ def langevin(
     step, n_steps = check_positive("step", step), check_count("n_steps", n_steps, 0)
     run = _Run(start, n_steps, seed, thin, statistics, first_chain, progress)
     run.check_score(score)
-    if run.final.is_cuda and _is_radial(score) and _has_kernel(run.final, score.law):  # type: ignore[union-attr]
+    if run.final.is_cuda and _is_radial(score) and _has_kernel(run.final, score.law):  # type: ignore[attr-defined]
         return _kernel_chains(run, score, step)  # type: ignore[arg-type]
     return run([_langevin_stage(score, step, n_steps)])
 

@@ -102,7 +102,7 @@ def series_square(d: int, distance: int, alpha: int, inner: int, outer: int) -> 
 def test_an_enclosure_has_a_width_and_prints_an_interval_that_holds_it() -> None:
     enclosure = LogEnclosure(-2172.123456, -2172.123455)
     assert enclosure.width == pytest.approx(1e-6)
-    assert str(enclosure) == "[-2172.13, -2172.12]"
+    assert str(enclosure) == "[-2172.12345600, -2172.12345499]"
     assert str(NOTHING) == "[-inf, -inf]"
     assert NOTHING.width == 0
 
@@ -574,3 +574,17 @@ def test_bad_arguments_of_balls_and_moments_are_named() -> None:
         truncated_log_moment(2, 1.0, 1.0, 1.0, -1)
     with pytest.raises(TypeError, match="axis_power must be an integer"):
         truncated_log_moment(2, 1.0, 1.0, 1.0, 1.5)  # type: ignore[arg-type]
+
+
+def test_shown_digits_tell_the_ends_apart() -> None:
+    low, high = -1085911.2901953573, -1085911.2901952981
+    shown = str(LogEnclosure(low, high))
+    ends = [float(end) for end in shown.strip("[]").split(", ")]
+    assert ends[0] <= low < high <= ends[1]
+    assert ends[1] - ends[0] < 2 * (high - low)
+    assert str(LogEnclosure(-math.inf, -3.0)) == "[-inf, -3]"
+
+
+def test_absurd_dimensions_are_named() -> None:
+    with pytest.raises(ValueError, match="dimension must be at least 1 and below"):
+        ball_log_probability(10**400, 1.0, 1.0)

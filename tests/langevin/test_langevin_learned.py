@@ -647,3 +647,65 @@ def test_diffusion_study_refuses():
         learned_diffusion_study(target, DiffusionSetting(lowest=2.0, highest=1.0))
     with pytest.raises(ValueError, match="n_levels"):
         learned_diffusion_study(target, DiffusionSetting(n_levels=1))
+
+
+# --- nothing is broadcast, no divergence goes unseen ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        lambda x: -x[..., :1],
+        lambda x: torch.tensor(1.0),
+        lambda x: -x.mean(1, keepdim=True),
+        lambda x: -x.double(),
+    ],
+)
+def test_fields_of_another_shape_or_dtype_are_errors(field) -> None:
+    start = torch.zeros(2, 4, 3)
+    with pytest.raises(ValueError, match=r"scores must map \[2, 4, 3\]"):
+        langevin_all(field, start, 0.1, 3)
+    with pytest.raises(ValueError, match=r"scores must map \[2, 4, 3\]"):
+        dsm_loss(field, start, 0.5)
+
+
+def test_scores_of_data_sets_take_those_sets_only() -> None:
+    points = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    for make in (empirical_scores, gaussian_fits):
+        for x in (points[:1], points[:, :, :1]):
+            with pytest.raises(ValueError, match=r"must be \[2, C, 3\]"):
+                make(points, 1.0)(x)
+    with pytest.raises(ValueError, match="at least two points"):
+        memorization(lambda x: -x, points[:, :1], 1.0)
+    with pytest.raises(ValueError, match="too small"):
+        empirical_scores(points, 1e-25)
+
+
+def test_chains_that_run_away_are_named_early() -> None:
+    calls = 0
+
+    def steep(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return -x
+
+    with pytest.raises(DivergenceError, match="by step 32"):
+        langevin_all(steep, torch.ones(2, 4, 3), 3.0, 1000)  # |1 - h| = 2: 10^6 after 20 steps
+    assert calls == 32
+    start = torch.ones(2, 4, 3, requires_grad=True)
+    assert not langevin_all(lambda x: -x, start, 0.1, 3).requires_grad
+
+
+@pytest.mark.parametrize("x", [torch.tensor([[1, 2, 3]]), [[1.0, 2.0, 3.0]]])
+def test_network_scores_take_float_tensors_only(x) -> None:
+    samples = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(0))
+    nets = train_scores(samples, noise=0.5, steps=2, width=4).final
+    with pytest.raises(TypeError, match="float32 or float64"):
+        nets.score(0)(x)
+
+
+def test_covariances_must_be_symmetric() -> None:
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    skew = torch.tensor([[1.0, 5, 5], [0, 1, 5], [0, 0, 1]])
+    with pytest.raises(ValueError, match="symmetric"):
+        gaussian_kl(x, 0.0, skew)

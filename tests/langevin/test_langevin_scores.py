@@ -165,9 +165,9 @@ def test_wrong_rows_are_named(score):
         score(torch.zeros(2, d + 1))
     with pytest.raises(ValueError, match=f"x must have {d} entries"):
         score(torch.tensor(1.0))
-    with pytest.raises(TypeError, match="floating-point tensor"):
+    with pytest.raises(TypeError, match="float32 or float64 tensor"):
         score(torch.zeros(2, d, dtype=torch.int64))
-    with pytest.raises(TypeError, match="floating-point tensor"):
+    with pytest.raises(TypeError, match="float32 or float64 tensor"):
         score(np.zeros((2, d)))
 
 
@@ -770,7 +770,7 @@ BAD = {
     "radii": (lambda: TrapScore(TWO, 2.0, 5.0, 5.0), "0 <= inner < outer"),
     "radius NaN": (lambda: TrapScore(TWO, 2.0, math.nan, 5.0), "0 <= inner < outer"),
     "centre": (lambda: TrapScore(TWO, 2.0, centre=ONE), "centre has 1 entries and mean 2"),
-    "dimension": (lambda: TrapScore.standard(0), "dimension must be at least 1"),
+    "dimension": (lambda: TrapScore.standard(0), "dimension=0 must be at least 1"),
     "power": (lambda: TrapScore(TWO, 2.0).lp_error(0.5), "p must be at least 1"),
     "no points": (lambda: MemorizingScore(torch.zeros(0, 2), 2.0, 0.1, 0.2), "points must be"),
     "NaN point": (lambda: MemorizingScore([NAN], 2.0, 0.1, 0.2), "points must be finite"),
@@ -830,3 +830,43 @@ def test_two_close_points_are_found_among_many(offset):
     points[411] = points[17] + 2.0**-10
     with pytest.raises(ValueError, match=r"points 17 and 411 are 0\.0055\d+ apart"):
         MemorizingScore(points, 2.0, 0.1, 0.2)
+
+
+# --- precision, history and counts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_half_precision_is_an_error(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 4, dtype=dtype)
+    for score in (TrapScore.standard(4), GaussianScore(torch.zeros(4))):
+        with pytest.raises(TypeError, match=r"x\.float\(\)"):
+            score(x)
+
+
+def test_results_do_not_depend_on_earlier_calls() -> None:
+    for score in (TrapScore.standard(3), MixtureScore(torch.eye(3)), GaussianScore(torch.ones(3))):
+        with torch.inference_mode():
+            score(torch.ones(2, 3))
+        x = torch.ones(2, 3, requires_grad=True)
+        score(x).sum().backward()
+        assert x.grad is not None
+
+
+def test_lipschitz_is_never_too_small_after_an_overflow() -> None:
+    with np.errstate(all="ignore"):
+        assert TrapScore([1e160, 0.0], 2.0).lipschitz > 1e150
+        assert TrapScore([1.0, 0.0], 2.0, 1e-200, 2e-200).lipschitz > 1e150
+
+
+def test_counts_of_samples_and_dimensions() -> None:
+    for score in (GaussianScore(torch.zeros(3)), MixtureScore(torch.eye(3))):
+        assert score.sample(0, 0).shape == (0, 3)
+        assert torch.equal(score.sample(2, np.int64(3)), score.sample(2, 3))
+        with pytest.raises(ValueError, match="seed must be at least 0"):
+            score.sample(1, -1)
+        with pytest.raises(TypeError, match="n must be an integer"):
+            score.sample(1.5, 0)
+    with pytest.raises(TypeError, match="dimension must be an integer"):
+        TrapScore.standard(2.5)
+    with pytest.raises(ValueError, match="distance=-7"):
+        TrapScore.standard(3, distance=-7)

@@ -554,6 +554,6 @@ def _count(name: str, value: int) -> int:
         count = operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an integer, not {value!r}") from error
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, not {count}")
+    if not 1 <= count < 2**53:
+        raise ValueError(f"{name} must be at least 1 and below 2^53, not {count}")
     return count

@@ -41,7 +41,10 @@ def gaussian_kl(
     spread = white - shift
     variances = torch.linalg.svdvals(spread).square() / (n - 1 if unbiased else n)
     if float(variances.min()) <= 1e-14 * float(variances.max()):
-        raise ValueError("samples lie in a hyperplane: their normal fit has no density")
+        raise ValueError(
+            "samples lie in a hyperplane, or their spreads differ by 7 digits or more between "
+            "directions: their normal fit has no density to this precision; rescale them"
+        )
     return 0.5 * float((variances - 1 - variances.log()).sum() + shift @ shift)
 
 
@@ -156,6 +159,8 @@ def _normal(
         matrix = matrix * torch.eye(d, dtype=torch.float64, device=device)
     if matrix.shape != (d, d):
         raise ValueError(f"covariance must be a number or [{d}, {d}], not {list(matrix.shape)}")
+    if not torch.equal(matrix, matrix.T):  # Cholesky reads one triangle alone
+        raise ValueError("covariance must be symmetric: use (c + c.T) / 2")
     factor, info = torch.linalg.cholesky_ex(matrix)
     if int(info) or not (matrix.isfinite().all() and centre.isfinite().all()):
         raise ValueError("covariance must be positive definite, and mean finite")

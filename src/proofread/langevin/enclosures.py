@@ -76,12 +76,19 @@ class LogEnclosure:
         return 0.0 if self.low == self.high else self.high - self.low
 
     def __str__(self) -> str:
-        return f"[{_digits(self.low, ROUND_FLOOR)}, {_digits(self.high, ROUND_CEILING)}]"
+        digits = 6
+        if math.isfinite(self.low) and 0 < self.width < math.inf:  # the first digit that differs
+            size = max(abs(self.low), abs(self.high))
+            digits = min(17, max(6, 2 + math.ceil(math.log10(size / self.width))))
+        low = _digits(self.low, ROUND_FLOOR, digits)
+        return f"[{low}, {_digits(self.high, ROUND_CEILING, digits)}]"
 
 
-def _digits(x: float, rounding: str) -> str:
-    """Six significant digits, rounded in the given direction."""
-    return f"{float(Context(prec=6, rounding=rounding).create_decimal(Decimal(x))):.6g}"
+def _digits(x: float, rounding: str, digits: int) -> str:
+    """Some significant digits, rounded in the given direction."""
+    if not math.isfinite(x):
+        return f"{x}"
+    return f"{Context(prec=digits, rounding=rounding).create_decimal(Decimal(x)):.{digits}g}"
 
 
 # --- probabilities and moments --------------------------------------------------------------------
@@ -678,6 +685,6 @@ def _count(name: str, value: int, least: int = 1) -> int:
         count = operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an integer, not {value!r}") from error
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, not {count}")
+    if not least <= count < 2**53:
+        raise ValueError(f"{name} must be at least {least} and below 2^53, not {count}")
     return count

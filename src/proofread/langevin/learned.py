@@ -26,6 +26,8 @@ SKIP_DECAY = 1.0  # weight decay of g: what holds up the part that points share 
 HELD_OUT_COPIES = 4  # noisy copies of each held-out point
 TRAIN, HELD_OUT, CHAINS = range(3)  # purposes of random numbers; see generators_of
 _MASK = (1 << 63) - 1
+CHECK = 16  # steps between looks at the size of chains
+GROWTH = 1e6  # chains that grow by more than this, against start and noise, have diverged
 
 # A score for each of S networks: ``[S, C, d]`` to ``[S, C, d]``.
 Field = Callable[[Tensor], Tensor]
@@ -219,8 +221,12 @@ class NetworkScore:
         """Scores ``[..., d]`` like ``x [..., d]``.
 
         Raises:
+            TypeError: ``x`` is no float32 or float64 tensor.
             ValueError: another last dimension.
         """
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"x must be a float32 or float64 tensor, not {kind}: use x.double()")
         if not x.ndim or x.shape[-1] != self.dimension:
             raise ValueError(f"x must end in d = {self.dimension}, got shape {list(x.shape)}")
         flat = x.reshape(1, -1, self.dimension)
@@ -541,11 +547,14 @@ def empirical_scores(points: Tensor, noise: float) -> Field:
     """
     check_points("points", points)
     (sigma,) = _levels(noise)
+    if sigma**2 < torch.finfo(points.dtype).tiny:
+        raise ValueError(f"noise={sigma} is too small for {points.dtype}: its square is 0 there")
     middle = points.mean(1, keepdim=True)
     offsets = points - middle
     squares = offsets.square().sum(2)[:, None]  # [S, 1, n]
 
     def scores(x: Tensor) -> Tensor:
+        _check_sets("x", x, points)
         # log responsibilities up to what does not depend on the point: (2 x·x_i − ‖x_i‖²) / 2σ²
         logs = torch.baddbmm(squares, x - middle, offsets.mT, beta=-1, alpha=2) / (2 * sigma**2)
         return (torch.bmm(logs.softmax(2), points) - x) / sigma**2
@@ -568,7 +577,12 @@ def gaussian_fits(points: Tensor, noise: float) -> Field:
     (sigma,) = _levels(noise)
     centre = points.mean(1, keepdim=True)
     variance = (points - centre).square().mean((1, 2), keepdim=True) + sigma**2
-    return lambda x: (centre - x) / variance
+
+    def scores(x: Tensor) -> Tensor:
+        _check_sets("x", x, points)
+        return (centre - x) / variance
+
+    return scores
 
 
 def trap_scores(points: Tensor, exact: Field, *, alpha: float, inner: float, outer: float) -> Field:
@@ -643,7 +657,7 @@ def dsm_loss(
     _check_sizes(copies=copies)
     clean = samples.repeat(1, copies, 1)
     noises = _noise_like(clean, seed)
-    errors = sigma * function(clean + sigma * noises) + noises
+    errors = sigma * _called(function, clean + sigma * noises) + noises
     return errors.square().mean((1, 2)).double().cpu()
 
 
@@ -677,11 +691,13 @@ def memorization(
     function, sigma = _field_and_noise(scores, noise)
     check_points("samples", samples)
     _check_sizes(copies=copies)
+    if samples.shape[1] < 2:
+        raise ValueError("samples must hold at least two points: one is its own Gaussian fit")
     clean = samples.repeat(1, copies, 1)
     noisy = clean + sigma * _noise_like(clean, seed)
     memory = empirical_scores(samples, sigma)(noisy)
     way = (gaussian_fits(samples, sigma)(noisy) - memory).square().sum((1, 2))
-    left = (function(noisy) - memory).square().sum((1, 2))
+    left = (_called(function, noisy) - memory).square().sum((1, 2))
     return (1 - left / way).double().cpu()
 
 
@@ -738,27 +754,47 @@ def langevin_all(
     if not 0 < step < math.inf or n_steps < 0:
         raise ValueError(f"step={step} must be positive and n_steps={n_steps} at least 0")
     generators = generators_of(seed, len(start), CHAINS, start.device)
-    x, noises = start.clone(), torch.empty_like(start)
+    x, noises = start.detach().clone(), torch.empty_like(start)
     scratch = torch.empty_like(start, dtype=torch.float32)
+    limit = GROWTH * (1 + float(x.abs().max()) + math.sqrt(step * n_steps))
     for number in range(1, n_steps + 1):
         normals(noises, generators, scratch)
-        x.add_(function(x), alpha=step).add_(noises, alpha=math.sqrt(2 * step))
+        x.add_(_called(function, x).detach(), alpha=step).add_(noises, alpha=math.sqrt(2 * step))
+        if number % CHECK == 0 or number == n_steps:
+            check_chains(x, step, limit, number)
         if progress is not None:
             progress(number)
-    check_chains(x, step)
     return x
 
 
-def check_chains(x: Tensor, step: float) -> None:
-    """Raise ``DivergenceError`` if a chain of ``x [S, C, d]`` is not finite."""
+def _called(function: Field, x: Tensor) -> Tensor:
+    """The scores at ``x``, if they are of its shape and dtype: nothing is broadcast."""
+    found = function(x)
+    if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
+        got = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"scores must map {list(x.shape)} {x.dtype} to its like, but gave {got}")
+    return found
+
+
+def check_chains(x: Tensor, step: float, limit: float = math.inf, number: int = 0) -> None:
+    """Raise ``DivergenceError`` if a chain of ``x [S, C, d]`` is not within ``limit``."""
     from .samplers import DivergenceError
 
-    bad = ~x.isfinite().all(2)  # [S, C]
+    bad = ~(x.isfinite() & (x.abs() <= limit)).all(2)  # [S, C]
     if bad.any():
         lost = {i: int(row.sum()) for i, row in enumerate(bad) if row.any()}
+        when = f" by step {number}" if number else ""
         raise DivergenceError(
-            f"chains diverged, by network: {lost} of {x.shape[1]} each; take a step below {step}"
+            f"chains diverged{when}, by network: {lost} of {x.shape[1]} each; take a step below "
+            f"{step}, or look for NaN in the scores"
         )
+
+
+def _check_sets(name: str, x: Tensor, points: Tensor) -> None:
+    """Raise unless ``x [S, C, d]`` has the S and d of ``points``."""
+    if x.ndim != 3 or x.shape[0] != len(points) or x.shape[2] != points.shape[2]:
+        s, _, d = points.shape
+        raise ValueError(f"{name} must be [{s}, C, {d}], as the points are, not {list(x.shape)}")
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ Function Error* (ICML 2026): :class:`TrapScore` theorem 1, :class:`MemorizingSco
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from decimal import ROUND_FLOOR, Context, Decimal
 from typing import Any, NamedTuple, Protocol
@@ -197,7 +198,7 @@ class GaussianScore(RadialScore):
 
     def sample(self, n: int, seed: int) -> Tensor:
         """``n`` independent samples: ``[n, d]``, float64."""
-        draw = torch.Generator().manual_seed(seed)
+        draw, n = _generator(n, seed)
         noise = torch.randn(n, self.dimension, generator=draw, dtype=torch.float64)
         return self.mean + math.sqrt(self.variance) * noise
 
@@ -321,7 +322,9 @@ class MixtureScore(RadialScore):
 
     def sample(self, n: int, seed: int) -> Tensor:
         """``n`` independent samples: ``[n, d]``, float64."""
-        draw = torch.Generator().manual_seed(seed)
+        draw, n = _generator(n, seed)
+        if n == 0:
+            return self.means.new_empty(0, self.dimension)
         which = torch.multinomial(self.weights, n, replacement=True, generator=draw)
         noise = torch.randn(n, self.dimension, generator=draw, dtype=torch.float64)
         return self.means[which] + self.variances[which].sqrt()[:, None] * noise
@@ -378,8 +381,14 @@ class TrapScore(RadialScore):
         outer: float = 5.0,
     ) -> TrapScore:
         """Theorem 1's: the mean at ``distance·√d`` on the first axis, the trap at the origin."""
-        if dimension < 1:
-            raise ValueError(f"dimension must be at least 1, not {dimension}")
+        try:
+            dimension = operator.index(dimension)
+        except TypeError as error:
+            raise TypeError(f"dimension must be an integer, not {dimension!r}") from error
+        if dimension < 1 or not 0 <= distance < math.inf:
+            raise ValueError(
+                f"dimension={dimension} must be at least 1, and distance={distance} at least 0"
+            )
         mean = torch.zeros(dimension, dtype=torch.float64)
         mean[0] = distance * math.sqrt(dimension)
         return cls(mean, alpha, inner, outer)
@@ -455,7 +464,7 @@ def _trap_lipschitz(
     b = m / width
     if d == 1:
         corners = [abs(a[i] + sign * b - k[i]) for i in (0, -1) for sign in (-1, 1)]
-        return max(alpha, 1.0, *(float(x) * (1 + 1e-12) for x in corners))
+        return _finite_or_inf(max(alpha, 1.0, *(float(x) * (1 + 1e-12) for x in corners)), corners)
     a_low, a_high = np.minimum(a[:-1], a[1:]), np.maximum(a[:-1], a[1:])
     k_low, k_high = np.minimum(k[:-1], k[1:]), np.maximum(k[:-1], k[1:])
     low = (a_low - k_high)[:, None] + b * c[None, :-1]
@@ -466,7 +475,12 @@ def _trap_lipschitz(
     squares = largest**2 + b * b * sine + k_high[:, None] ** 2
     determinant = smallest * k_low[:, None]
     norm = (squares + np.sqrt(np.maximum(squares**2 - 4 * determinant**2, 0))) / 2
-    return max(alpha, 1.0, float(np.sqrt(norm.max())) * (1 + 1e-12))
+    return _finite_or_inf(max(alpha, 1.0, float(np.sqrt(norm.max())) * (1 + 1e-12)), norm)
+
+
+def _finite_or_inf(bound: float, from_numbers: Any) -> float:
+    """The bound, or infinity if an overflow was on the way: ``max`` drops a NaN."""
+    return bound if bool(np.isfinite(from_numbers).all()) else math.inf
 
 
 class MemorizingScore:
@@ -717,8 +731,23 @@ class _Copies:
         """The tensors, for arithmetic with ``x``."""
         key = (x.dtype, x.device)
         if key not in self._made:
-            self._made[key] = tuple(tensor.to(x) for tensor in self._tensors)
+            with torch.inference_mode(False):  # what is kept must serve autograd later
+                made = (t.to(x.device, x.dtype) for t in self._tensors)
+                self._made[key] = tuple(made)
         return self._made[key]
+
+
+def _generator(n: int, seed: int) -> tuple[torch.Generator, int]:
+    """A generator, and the number of samples, both checked."""
+    counts = []
+    for name, value in (("n", n), ("seed", seed)):
+        try:
+            counts.append(operator.index(value))
+        except TypeError as error:
+            raise TypeError(f"{name} must be an integer, not {value!r}") from error
+        if counts[-1] < 0:
+            raise ValueError(f"{name} must be at least 0, not {counts[-1]}")
+    return torch.Generator().manual_seed(counts[1]), counts[0]
 
 
 def _shrink(time: float) -> float:
@@ -803,9 +832,11 @@ def _per_component(name: str, values: Any, k: int) -> Tensor:
 
 
 def _check_rows(x: Tensor, d: int) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
-            "x must be a floating-point tensor: torch.as_tensor(x, dtype=torch.float32)"
+            f"x must be a float32 or float64 tensor, not {kind}: squares overflow in half "
+            "precision; use x.float(), or torch.as_tensor(x, dtype=torch.float32)"
         )
     if x.shape[-1:] != (d,):
         raise ValueError(

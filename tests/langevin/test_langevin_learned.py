@@ -709,3 +709,187 @@ def test_covariances_must_be_symmetric() -> None:
     skew = torch.tensor([[1.0, 5, 5], [0, 1, 5], [0, 0, 1]])
     with pytest.raises(ValueError, match="symmetric"):
         gaussian_kl(x, 0.0, skew)
+
+
+# --- scales and kinds of arguments ----------------------------------------------------------------
+
+
+def test_networks_take_their_own_shape_only() -> None:
+    nets, x = by_hand(2, 3, (0.5,)), normal(2, 6, 3)
+    for call in (dsm_loss, memorization):
+        for part in (x[:, :, :1], x[:1]):
+            with pytest.raises(ValueError, match=r"samples must be \[S = 2, C, d = 3\]"):
+                call(nets, part)
+    with pytest.raises(ValueError, match=r"x must be \[S = 2"):
+        nets.at()(x[:1])
+    with pytest.raises(ValueError, match=r"must be \[2, C, 3\]"):
+        memorization(gaussian_fits(x, 0.5), x[:1], 0.5)
+    traps = trap_scores(6 * x, lambda y: -y[:, :, :1], alpha=1.0, inner=0.01, outer=0.02)
+    with pytest.raises(ValueError, match="scores must map"):
+        traps(x)
+    with pytest.raises(ValueError, match=r"x must be \[2, C, 3\]"):
+        traps(x[:1])
+    target = GaussianScore(torch.zeros(3).double())
+    with pytest.raises(ValueError, match=r"points must be \[S = 2"):
+        score_errors(nets, target, x[:1])
+
+
+@pytest.mark.parametrize(
+    "scale", [(1, 1e-8, 1), (1, 1e-15, 1), (1e100, 1e100, 1e100), (1e-100,) * 3]
+)
+def test_gaussian_kl_knows_no_units(scale) -> None:
+    x, factor = normal(40, 3), torch.tensor(scale, dtype=torch.float64)
+    root = normal(3, 3, seed=1)
+    covariance = root @ root.T + torch.eye(3)
+    scaled = factor[:, None] * covariance * factor
+    expected = gaussian_kl(x, 0.0, covariance)
+    assert gaussian_kl(x * factor, 0.0, scaled) == pytest.approx(expected, rel=1e-9)
+    # by the definition, for a law of variance 1
+    small = x * torch.tensor([1.0, scale[1] if scale[0] == 1 else 1e-3, 1.0])
+    variances = [float(small[:, j].var()) for j in range(3)]
+    correlation = torch.corrcoef(x.T)
+    logs = sum(map(math.log, variances)) + float(correlation.logdet())
+    expected = 0.5 * (sum(variances) - 3 - logs + float(small.mean(0).square().sum()))
+    assert gaussian_kl(small, 0.0, 1.0) == pytest.approx(expected, rel=1e-9)
+
+
+def test_gaussian_kl_takes_covariances_symmetric_to_rounding() -> None:
+    x, root = normal(40, 3), normal(3, 3, seed=1)
+    covariance = root @ root.T + torch.eye(3)
+    rounded = covariance.clone()
+    rounded[0, 1] *= 1 + 1e-15
+    assert not torch.equal(rounded, rounded.T)
+    assert gaussian_kl(x, 0.0, rounded) == pytest.approx(gaussian_kl(x, 0.0, covariance))
+    tiny = torch.diag(torch.tensor([1.0, 1e-16, 1.0]).double())
+    tiny[0, 1] = 0.9e-8  # a correlation of 0.9, on one side alone
+    with pytest.raises(ValueError, match="symmetric"):
+        gaussian_kl(x, 0.0, tiny)
+
+
+ONES = torch.ones(2, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: gaussian_kl(x * 1e200, 0.0, 1.0), "beyond float64"),
+        (lambda x: gaussian_kl(x, 0.0, 1e-320), "beyond float64"),
+        (lambda x: gaussian_kl(x, 0.0, ONES), "positive definite"),
+        (lambda x: gaussian_kl(x, 0.0, 3 * ONES - 1e-16), "positive definite"),
+        (lambda x: gaussian_kl(x, 0.0, torch.diag(torch.tensor([1.0, -1.0]))), "positive definite"),
+        (lambda x: gaussian_kl(torch.stack([x[:, 0], 0 * x[:, 0] + 0.1], 1), 0.0, 1.0), "hyperpl"),
+        (lambda x: gaussian_kl(x[:, :1] * torch.tensor([1.0, 1e-8]), 0.0, 1.0), "hyperplane"),
+        (lambda x: wasserstein2(x * 1e200, -x * 1e200), "a and b are too far apart"),
+        (lambda x: mode_weights(x * 1e200, ONES), "samples and means.*too far apart"),
+        (lambda x: mode_weights(x, ONES * 1e200), "samples and means.*too far apart"),
+        (lambda x: mode_weights(x, ONES, 1e-320), "in units of variances.*too far apart"),
+    ],
+)
+def test_distances_beyond_the_numbers_are_errors(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(normal(20, 2))
+
+
+def test_exact_scores_name_a_noise_out_of_range() -> None:
+    x = normal(2, 6, 3)
+    with pytest.raises(ValueError, match="squared ratio overflows"):
+        empirical_scores(1e3 * x.float(), 1e-18)
+    with pytest.raises(ValueError, match="squares in range"):
+        empirical_scores(x, 1e200)
+    with pytest.raises(ValueError, match="two points that differ"):
+        memorization(lambda y: -y, x[:, :1].repeat(1, 4, 1), 0.5)
+
+
+def test_far_targets_are_no_divergence() -> None:
+    ends = langevin_all(lambda x: 1e9 - x, torch.zeros(2, 4, 3).double(), 0.1, 400)
+    torch.testing.assert_close(ends, torch.full_like(ends, 1e9))
+    with pytest.raises(DivergenceError, match=r"by step 16,.*NaN in the scores"):
+        langevin_all(lambda x: x * math.nan, torch.zeros(2, 4, 3), 0.1, 400)
+    with pytest.raises(DivergenceError, match="by step 112"):  # 7 times 16
+        langevin_all(_late_nan(100), normal(2, 4, 3), 0.1, 400)
+
+
+def _late_nan(number: int):
+    """A score that is NaN from its call ``number`` on."""
+    calls = itertools.count(1)
+    return lambda x: -x if next(calls) < number else x * math.nan
+
+
+def test_reverse_diffusion_names_the_step() -> None:
+    nets = gaussian_networks(torch.zeros(2).double(), 1.0, tuple(2.0**-k for k in range(40)))
+    nets.weights[-1].fill_(1e60)
+    with pytest.raises(DivergenceError, match="by step 16"):
+        reverse_diffusion(nets, normal(2, 3, 2))
+    start = normal(2, 3, 2).requires_grad_()
+    assert not reverse_diffusion(by_hand(2, 2, (0.5,)), start).requires_grad
+    with pytest.raises(TypeError, match="float32 or float64"):
+        reverse_diffusion(nets, torch.ones(2, 3, 2).long())
+
+
+def test_training_keeps_no_history_and_works_in_inference_mode() -> None:
+    x = normal(2, 9, 3)
+    plain = train_scores(x, **SMALL, validation=x + 1)
+    leaf = x.clone().requires_grad_()
+    traced = train_scores(leaf, **SMALL, validation=2 * leaf - leaf + 1)
+    assert torch.equal(traced.losses, plain.losses)
+    assert not traced.final.centre.requires_grad
+    with torch.inference_mode():
+        inside = train_scores(x * 1, **SMALL, validation=x + 1)
+        ends = langevin_all(inside.final, x * 1, 0.01, 20)
+    assert torch.equal(inside.losses, plain.losses)
+    assert torch.equal(ends, langevin_all(plain.final, x, 0.01, 20))
+
+
+@pytest.mark.parametrize("noise", [torch.tensor(0.5), np.array(0.5), np.float32(0.5), [0.5]])
+def test_noise_may_be_any_number(noise) -> None:
+    x = normal(2, 9, 3)
+    found = train_scores(x, **{**SMALL, "noise": noise})
+    assert found.final.levels == (0.5,)
+    assert torch.equal(found.losses, train_scores(x, **SMALL).losses)
+    assert torch.equal(dsm_loss(found.final, x, noise=0.5), dsm_loss(found.final, x))
+
+
+@pytest.mark.parametrize("name", ["steps", "width", "batch", "seed", "check_every"])
+def test_training_counts_are_integers(name) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer, not 3.0"):
+        train_scores(normal(2, 9, 3), **{**SMALL, name: 3.0})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: dsm_loss(torch.zeros_like, x, 0.5, copies=2.0), "copies"),
+        (lambda x: dsm_loss(torch.zeros_like, x, 0.5, seed=2.0), "seed"),
+        (lambda x: memorization(torch.zeros_like, x, 0.5, copies=2.0), "copies"),
+        (lambda x: langevin_all(torch.zeros_like, x, 0.1, 2.0), "n_steps"),
+        (lambda x: langevin_all(torch.zeros_like, x, 0.1, 2, seed=2.0), "seed"),
+        (lambda x: StartsSetting(n_chains=240.0).check(3), "n_chains"),
+        (lambda x: DiffusionSetting(n_levels=60.0).check(), "n_levels"),
+    ],
+)
+def test_counts_are_integers(call, name) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer"):
+        call(normal(2, 9, 3))
+
+
+@pytest.mark.parametrize(
+    ("scale", "changes", "error", "message"),
+    [
+        (1e25, {}, ValueError, "samples of spread .*rescale"),
+        (1e-25, {}, ValueError, "samples of spread .*rescale"),
+        (1.0, {"noise": 1e-30}, ValueError, "noise 1e-30: its square is out .* torch.float32"),
+        (1.0, {"noise": "0.5"}, TypeError, "noise must be a number"),
+        (1.0, {"noise": [None]}, TypeError, "noise must be a number"),
+        (1.0, {"learning_rate": 1e38, "steps": 3}, FloatingPointError, "spread is .* noise is 0.5"),
+        (1.0, {"learning_rate": 1e38, "steps": 1}, FloatingPointError, "at step 1: .*below 1e"),
+    ],
+)
+def test_training_names_scales(scale, changes, error, message) -> None:
+    with pytest.raises(error, match=message):
+        train_scores(scale * normal(2, 9, 3).float(), **{**SMALL, **changes})
+
+
+def test_training_of_any_scale_in_double() -> None:
+    x = normal(2, 9, 3)
+    big = train_scores(1e25 * x, **{**SMALL, "noise": 0.5e25})
+    torch.testing.assert_close(big.losses, train_scores(x, **SMALL).losses, rtol=1e-6, atol=0)

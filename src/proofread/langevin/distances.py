@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MATCHING_LIMIT = 4000  # points a side: the matching takes O(n³) time and n² numbers
+_TOO_FAR = "{} are too far apart: their squared distances are beyond float64; rescale them"
 
 
 def gaussian_kl(
@@ -29,7 +30,8 @@ def gaussian_kl(
 
     Raises:
         ValueError: too few samples for a fit of full rank (also when they lie in a hyperplane), a
-            NaN or an infinity, shapes that do not fit, a covariance that is not positive definite.
+            NaN or an infinity, shapes that do not fit, a covariance that is not symmetric and
+            positive definite, a divergence beyond float64.
     """
     x = _points("samples", samples)
     n, d = x.shape
@@ -37,15 +39,42 @@ def gaussian_kl(
         raise ValueError(f"samples: a normal fit in d = {d} needs more than {d} points, got {n}")
     centre, factor = _normal(mean, covariance, d, x.device)
     white = torch.linalg.solve_triangular(factor, (x - centre).T, upper=False).T  # [C, d]
+    _check_rank(x)
     shift = white.mean(0)
+    count = n - 1 if unbiased else n
     spread = white - shift
-    variances = torch.linalg.svdvals(spread).square() / (n - 1 if unbiased else n)
-    if float(variances.min()) <= 1e-14 * float(variances.max()):
+    log_det = _log_det(spread) - d * math.log(count)
+    value = 0.5 * float(spread.square().sum() / count - d - log_det + shift @ shift)
+    if not math.isfinite(value):
         raise ValueError(
-            "samples lie in a hyperplane, or their spreads differ by 7 digits or more between "
-            "directions: their normal fit has no density to this precision; rescale them"
+            f"samples up to {float(x.abs().max()):.3g} and a covariance down to "
+            f"{float(factor.diagonal().min()) ** 2:.3g}: the divergence is beyond float64; rescale "
+            "both"
         )
-    return 0.5 * float((variances - 1 - variances.log()).sum() + shift @ shift)
+    return value
+
+
+def _log_det(x: Tensor) -> float:
+    """``log det(x.T x)`` of ``x [n, d]``, in units of its columns: small ones keep their digits.
+
+    NaN, not an error of LAPACK's, unless all is finite.
+    """
+    width = x.abs().amax(0)
+    if not (width.isfinite() & (width > 0)).all():
+        return math.nan
+    return 2 * float((torch.linalg.svdvals(x / width).log() + width.log()).sum())
+
+
+def _check_rank(x: Tensor) -> None:
+    """Raise if ``x [n, d]`` lies in a hyperplane, whatever the units of its coordinates."""
+    size = x.abs().amax(0)
+    unit = x / size.clamp_min(torch.finfo(x.dtype).tiny)
+    spread = unit - unit.mean(0)
+    width = spread.abs().amax(0)
+    constant = width <= len(x) * torch.finfo(x.dtype).eps  # what rounding leaves of a constant
+    values = torch.linalg.svdvals(spread / width.where(~constant, 1))
+    if constant.any() or float(values.min()) <= 1e-7 * float(values.max()):
+        raise ValueError("samples lie in a hyperplane: their normal fit has no density")
 
 
 def gaussian_kl_floor(dimension: int, n: int) -> float:
@@ -77,7 +106,8 @@ def wasserstein2(a: Tensor, b: Tensor) -> float:
         b: ``[n, d]``.
 
     Raises:
-        ValueError: different shapes, no points, too many, a NaN or an infinity.
+        ValueError: different shapes, no points, too many, a NaN or an infinity, distances whose
+            squares are beyond float64.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -88,6 +118,8 @@ def wasserstein2(a: Tensor, b: Tensor) -> float:
         raise ValueError(f"a and b hold {len(x)} points; thin them to at most {MATCHING_LIMIT}")
     # Differences, not the expanded square: equal points are at distance 0 exactly.
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+    if not math.isfinite(float(cost.sum())):
+        raise ValueError(_TOO_FAR.format("a and b"))
     rows, columns = linear_sum_assignment(cost.cpu().numpy())
     return math.sqrt(float(cost[torch.as_tensor(rows), torch.as_tensor(columns)].mean()))
 
@@ -113,7 +145,7 @@ def mode_weights(
 
     Raises:
         ValueError: shapes that do not fit, a variance or weight that is not positive, no finite
-            samples.
+            samples, distances whose squares, in units of the variances, are beyond float64.
     """
     x, centres = _points("samples", samples), _points("means", means)
     if x.shape[1] != centres.shape[1]:
@@ -125,6 +157,8 @@ def mode_weights(
         x, centres.to(x.device), compute_mode="donot_use_mm_for_euclid_dist"
     ).square()
     logs = prior.log() - x.shape[1] / 2 * spread.log() - squares.cpu() / (2 * spread)
+    if not logs.isfinite().all():
+        raise ValueError(_TOO_FAR.format("samples and means, in units of variances,"))
     return torch.bincount(logs.argmax(1), minlength=count).double() / len(x)
 
 
@@ -159,9 +193,23 @@ def _normal(
         matrix = matrix * torch.eye(d, dtype=torch.float64, device=device)
     if matrix.shape != (d, d):
         raise ValueError(f"covariance must be a number or [{d}, {d}], not {list(matrix.shape)}")
-    if not torch.equal(matrix, matrix.T):  # Cholesky reads one triangle alone
-        raise ValueError("covariance must be symmetric: use (c + c.T) / 2")
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if int(info) or not (matrix.isfinite().all() and centre.isfinite().all()):
+    if not (matrix.isfinite().all() and centre.isfinite().all()):
         raise ValueError("covariance must be positive definite, and mean finite")
-    return centre, factor
+    _check_covariance(matrix)
+    return centre, torch.linalg.cholesky(matrix)
+
+
+def _check_covariance(matrix: Tensor) -> None:
+    """Raise unless ``[d, d]`` is symmetric to single precision and positive definite to double,
+    whatever the units of the coordinates: its correlations must be."""
+    deviations = matrix.diagonal().clamp_min(0).sqrt()
+    correlations = matrix / deviations / deviations[:, None]
+    if (matrix.diagonal() <= 0).any() or not correlations.isfinite().all():
+        raise ValueError("covariance must be positive definite, with positive variances")
+    # Cholesky reads one triangle alone; a product such as A.T @ A is symmetric to rounding only
+    if float((correlations - correlations.T).abs().max()) > 1e-6:
+        raise ValueError("covariance must be symmetric: use (c + c.T) / 2")
+    factor, info = torch.linalg.cholesky_ex(correlations)
+    least = len(matrix) * torch.finfo(matrix.dtype).eps
+    if int(info) or float(factor.diagonal().min()) ** 2 <= least:
+        raise ValueError("covariance must be positive definite: its correlations are singular")

@@ -10,6 +10,7 @@ over all functions knows the training points alone: :func:`empirical_scores`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,7 +139,6 @@ class ScoreNetworks:
         Raises:
             ValueError: another shape, or a noise that the networks do not know.
         """
-        self.check("x", x)
         return self.at(noise)(x)
 
     def check(self, name: str, x: Tensor) -> None:
@@ -157,6 +157,7 @@ class ScoreNetworks:
         variance = self.levels[level] ** 2
 
         def scores(x: Tensor) -> Tensor:
+            self.check("x", x)
             with torch.no_grad():
                 y = x.to(self.centre.dtype)
                 return ((self.denoise(y, level) - y) / variance).to(x.dtype)
@@ -247,7 +248,12 @@ def mixed_seed(*words: int) -> int:
 def generators_of(
     seed: int, size: int, purpose: int, device: torch.device
 ) -> list[torch.Generator]:
-    """One generator a network; that of network i depends on ``seed + i`` and the purpose alone."""
+    """One generator a network; that of network i depends on ``seed + i`` and the purpose alone.
+
+    Raises:
+        TypeError: a seed that is no integer.
+    """
+    check_integers(seed=seed)
     return [torch.Generator(device).manual_seed(mixed_seed(seed + i, purpose)) for i in range(size)]
 
 
@@ -336,13 +342,16 @@ def train_scores(
         progress: called with the number of steps done, after each.
 
     Raises:
-        TypeError: samples that are not float32 or float64.
+        TypeError: samples that are not float32 or float64, a count or seed that is no integer, a
+            noise that is no number.
         ValueError: shapes that do not fit, samples that are not finite or all equal, a size, noise
-            or rate out of its range.
-        FloatingPointError: the training diverged; the message names the learning rate.
+            or rate out of its range, samples or noise whose squares the dtype cannot hold.
+        FloatingPointError: the training diverged; the message names the learning rate and the
+            scales of samples and noise.
     """
     levels = _levels(noise)
     check_points("samples", samples)
+    check_integers(seed=seed)
     if start not in STARTS:
         raise ValueError(f"start must be one of {STARTS}, got {start!r}")
     batch = samples.shape[1] if batch is None else batch
@@ -350,11 +359,13 @@ def train_scores(
     _check_rates(learning_rate, weight_decay)
     if validation is not None:
         _check_validation(validation, samples)
-    generators = generators_of(seed, len(samples), TRAIN, samples.device)
-    networks = _initial(samples, levels, width, start, generators)
-    batches = _Batches(samples, batch, networks, generators)
-    held_out = None if validation is None else _HeldOut(validation, networks, seed, check_every)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        samples = _plain(samples)
+        validation = None if validation is None else _plain(validation)
+        generators = generators_of(seed, len(samples), TRAIN, samples.device)
+        networks = _initial(samples, levels, width, start, generators)
+        batches = _Batches(samples, batch, networks, generators)
+        held_out = None if validation is None else _HeldOut(validation, networks, seed, check_every)
         losses = _optimise(
             networks, batches, held_out, steps, learning_rate, weight_decay, progress
         )
@@ -363,6 +374,11 @@ def train_scores(
         nothing = torch.empty(0, dtype=torch.float64)
         return Training(final, None, losses, (), nothing.view(0, 1), nothing.long())
     return held_out.training(final, losses)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """``x`` without history; a copy if it comes from inference mode, whose tensors cannot train."""
+    return x.clone() if x.is_inference() else x.detach()
 
 
 def _optimise(
@@ -397,7 +413,7 @@ def _optimise(
             progress(step + 1)
     if held_out is not None:
         held_out.look(steps)
-    _check_converged(losses, learning_rate)
+    _check_converged(losses, networks, learning_rate)
     return losses.double().cpu()
 
 
@@ -507,8 +523,9 @@ def _initial(
     """Hidden layers of He's initial weights, an output layer of zeros, factors by ``start``."""
     centre = samples.mean(1, keepdim=True)
     spread = (samples - centre).square().mean((1, 2), keepdim=True).sqrt()
-    if not (spread > 0).all():
+    if (samples == samples[:, :1]).flatten(1).all(1).any():
         raise ValueError("samples must not all be equal within a data set")
+    _check_scales(spread, levels)
     size, _, d = samples.shape
     inputs = d + (len(levels) > 1)
     shapes = [(inputs, width), (1, width), (width, width), (1, width), (width, d), (1, d)]
@@ -552,6 +569,11 @@ def empirical_scores(points: Tensor, noise: float) -> Field:
     middle = points.mean(1, keepdim=True)
     offsets = points - middle
     squares = offsets.square().sum(2)[:, None]  # [S, 1, n]
+    if not (squares / sigma**2).isfinite().all():
+        raise ValueError(
+            f"noise={sigma} is too small for points as large as {float(offsets.abs().max()):.3g} "
+            f"in {points.dtype}: their squared ratio overflows"
+        )
 
     def scores(x: Tensor) -> Tensor:
         _check_sets("x", x, points)
@@ -612,10 +634,11 @@ def trap_scores(points: Tensor, exact: Field, *, alpha: float, inner: float, out
         )
 
     def scores(x: Tensor) -> Tensor:
+        _check_sets("x", x, points)
         distance, index = torch.cdist(x, points).min(2, keepdim=True)  # [S, C, 1]
         trap = -alpha * (x - points.gather(1, index.expand_as(x)))
         share = ((outer - distance) / (outer - inner)).clamp(0, 1)
-        return torch.lerp(exact(x), trap, share)
+        return torch.lerp(called(exact, x), trap, share)
 
     return scores
 
@@ -652,12 +675,12 @@ def dsm_loss(
     Raises:
         ValueError: shapes that do not fit, or a noise that the networks do not know.
     """
-    function, sigma = _field_and_noise(scores, noise)
     check_points("samples", samples)
+    function, sigma = _field_and_noise(scores, noise, samples)
     _check_sizes(copies=copies)
     clean = samples.repeat(1, copies, 1)
     noises = _noise_like(clean, seed)
-    errors = sigma * _called(function, clean + sigma * noises) + noises
+    errors = sigma * called(function, clean + sigma * noises) + noises
     return errors.square().mean((1, 2)).double().cpu()
 
 
@@ -688,21 +711,27 @@ def memorization(
     Raises:
         ValueError: as for :func:`dsm_loss`.
     """
-    function, sigma = _field_and_noise(scores, noise)
     check_points("samples", samples)
+    function, sigma = _field_and_noise(scores, noise, samples)
     _check_sizes(copies=copies)
-    if samples.shape[1] < 2:
-        raise ValueError("samples must hold at least two points: one is its own Gaussian fit")
+    if (samples == samples[:, :1]).flatten(1).all(1).any():
+        raise ValueError(
+            "samples must hold at least two points that differ in each data set: one is its own "
+            "Gaussian fit"
+        )
     clean = samples.repeat(1, copies, 1)
     noisy = clean + sigma * _noise_like(clean, seed)
     memory = empirical_scores(samples, sigma)(noisy)
     way = (gaussian_fits(samples, sigma)(noisy) - memory).square().sum((1, 2))
-    left = (_called(function, noisy) - memory).square().sum((1, 2))
+    left = (called(function, noisy) - memory).square().sum((1, 2))
     return (1 - left / way).double().cpu()
 
 
-def _field_and_noise(scores: ScoreNetworks | Field, noise: float | None) -> tuple[Field, float]:
+def _field_and_noise(
+    scores: ScoreNetworks | Field, noise: float | None, samples: Tensor
+) -> tuple[Field, float]:
     if isinstance(scores, ScoreNetworks):
+        scores.check("samples", samples)
         return scores.at(noise), scores.levels[scores.level(noise)]
     if noise is None:
         raise ValueError("noise must be given for a score that is not a stack of networks")
@@ -744,22 +773,30 @@ def langevin_all(
         ``[S, C, d]`` like ``start``.
 
     Raises:
-        ValueError: shapes that do not fit, a start that is not finite, a step that is not positive.
-        DivergenceError: chains that are no longer finite; the message names the network.
+        TypeError: a start that is not float32 or float64, a number of steps that is no integer.
+        ValueError: shapes that do not fit, a start that is not finite, a step that is not positive,
+            scores of another shape or dtype than their points.
+        DivergenceError: chains that are not finite, or grew a million times beyond start, noise and
+            the way that the start's scores lead; looked for every 16 steps. The message names
+            step and network.
     """
     function = scores.at(noise) if isinstance(scores, ScoreNetworks) else scores
     check_points("start", start)
     if isinstance(scores, ScoreNetworks):
         scores.check("start", start)
+    check_integers(n_steps=n_steps)
     if not 0 < step < math.inf or n_steps < 0:
         raise ValueError(f"step={step} must be positive and n_steps={n_steps} at least 0")
     generators = generators_of(seed, len(start), CHAINS, start.device)
     x, noises = start.detach().clone(), torch.empty_like(start)
     scratch = torch.empty_like(start, dtype=torch.float32)
-    limit = GROWTH * (1 + float(x.abs().max()) + math.sqrt(step * n_steps))
+    limit = x.new_empty(0)
     for number in range(1, n_steps + 1):
         normals(noises, generators, scratch)
-        x.add_(_called(function, x).detach(), alpha=step).add_(noises, alpha=math.sqrt(2 * step))
+        found = called(function, x).detach()
+        if number == 1:
+            limit = _growth_limit(x, found, step, n_steps)
+        x.add_(found, alpha=step).add_(noises, alpha=math.sqrt(2 * step))
         if number % CHECK == 0 or number == n_steps:
             check_chains(x, step, limit, number)
         if progress is not None:
@@ -767,7 +804,18 @@ def langevin_all(
     return x
 
 
-def _called(function: Field, x: Tensor) -> Tensor:
+def _growth_limit(x: Tensor, scores: Tensor, step: float, n_steps: int) -> Tensor:
+    """How far each network's chains may go, ``[S, 1, 1]`` float64, from ``x`` with its scores.
+
+    A step that contracts moves a chain by no more than the first one, noise apart: the way that
+    the scores of the start lead in all steps bounds where such chains go.
+    """
+    pull = scores.nan_to_num(0, 0, 0).abs().amax((1, 2), keepdim=True).double()
+    size = x.abs().amax((1, 2), keepdim=True).double()
+    return GROWTH * (1 + size + math.sqrt(step * n_steps) + step * n_steps * pull)
+
+
+def called(function: Field, x: Tensor) -> Tensor:
     """The scores at ``x``, if they are of its shape and dtype: nothing is broadcast."""
     found = function(x)
     if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
@@ -776,17 +824,16 @@ def _called(function: Field, x: Tensor) -> Tensor:
     return found
 
 
-def check_chains(x: Tensor, step: float, limit: float = math.inf, number: int = 0) -> None:
+def check_chains(x: Tensor, step: float, limit: float | Tensor, number: int) -> None:
     """Raise ``DivergenceError`` if a chain of ``x [S, C, d]`` is not within ``limit``."""
     from .samplers import DivergenceError
 
     bad = ~(x.isfinite() & (x.abs() <= limit)).all(2)  # [S, C]
     if bad.any():
         lost = {i: int(row.sum()) for i, row in enumerate(bad) if row.any()}
-        when = f" by step {number}" if number else ""
         raise DivergenceError(
-            f"chains diverged{when}, by network: {lost} of {x.shape[1]} each; take a step below "
-            f"{step}, or look for NaN in the scores"
+            f"chains diverged by step {number}, by network: {lost} of {x.shape[1]} each; take a "
+            f"step below {step}, or look for NaN in the scores"
         )
 
 
@@ -821,7 +868,17 @@ def _check_validation(validation: Tensor, samples: Tensor) -> None:
         raise ValueError("validation must have the dtype and the device of the samples")
 
 
+def check_integers(**values: object) -> None:
+    """Raise ``TypeError`` naming the first that is no integer."""
+    for name, value in values.items():
+        try:
+            operator.index(value)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(f"{name} must be an integer, not {value!r}") from error
+
+
 def _check_sizes(**sizes: int) -> None:
+    check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
@@ -835,18 +892,42 @@ def _check_rates(learning_rate: float, weight_decay: float) -> None:
 
 
 def _levels(noise: float | Iterable[float]) -> tuple[float, ...]:
-    levels = tuple(map(float, noise)) if isinstance(noise, Iterable) else (float(noise),)
+    single = not isinstance(noise, Iterable) or getattr(noise, "ndim", 1) == 0
+    try:
+        if isinstance(noise, str):
+            raise TypeError("text")
+        levels = (float(noise),) if single else tuple(map(float, noise))  # type: ignore
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"noise must be a number or hold numbers, not {noise!r}") from error
     if not levels or len(set(levels)) < len(levels):
         raise ValueError(f"noise must hold different standard deviations, got {levels}")
-    if not all(0 < sigma < math.inf for sigma in levels):
-        raise ValueError(f"noise must be positive standard deviations, got {levels}")
+    if not all(sigma > 0 and 1e-300 < sigma * sigma < math.inf for sigma in levels):
+        raise ValueError(
+            f"noise must be positive standard deviations with squares in range, got {levels}"
+        )
     return levels
 
 
-def _check_converged(losses: Tensor, learning_rate: float) -> None:
-    bad = ~losses.isfinite()
-    if bad.any():
-        step = int(bad.any(1).nonzero()[0, 0])
+def _check_scales(spread: Tensor, levels: tuple[float, ...]) -> None:
+    """Raise unless τ² and σ² are numbers of the dtype, with all of its digits."""
+    limits = torch.finfo(spread.dtype)
+    for what, sizes in (("samples of spread", spread.flatten().tolist()), ("noise", levels)):
+        for size in sizes:
+            if not limits.tiny <= size * size <= limits.max:
+                raise ValueError(
+                    f"{what} {size:.3g}: its square is out of the range of {spread.dtype}; rescale "
+                    "samples and noise together"
+                )
+
+
+def _check_converged(losses: Tensor, networks: ScoreNetworks, learning_rate: float) -> None:
+    bad = ~losses.isfinite().all(1)
+    step = int(bad.nonzero()[0, 0]) if bad.any() else len(losses)
+    if bad.any() or not all(w.isfinite().all() for w in networks.weights):
+        spreads, levels = networks.spread, networks.levels
         raise FloatingPointError(
-            f"the training diverged at step {step}: take learning_rate below {learning_rate}"
+            f"the training diverged at step {step}: take learning_rate below {learning_rate}; or "
+            f"the scales do not suit {spreads.dtype}: the samples' spread is "
+            f"{float(spreads.min()):.3g} … {float(spreads.max()):.3g}, noise is "
+            f"{min(levels):.3g} … {max(levels):.3g}; rescale them"
         )

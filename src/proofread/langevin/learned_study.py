@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor
 from ..stats import Estimate, mean_interval
 from .distances import gaussian_kl, mode_weights, wasserstein2
 from .learned import (
+    CHECK,
     Field,
     ScoreNetworks,
+    called,
     check_chains,
+    check_integers,
+    check_points,
     dsm_loss,
     empirical_scores,
     generators_of,
@@ -93,6 +97,7 @@ class StartsSetting:
 
     def check(self, dimension: int) -> None:
         """Raise ``ValueError`` for sizes with which nothing can be measured."""
+        _check_counts(self)
         if self.n_seeds < 2:
             raise ValueError(f"n_seeds must be at least 2 for an interval, got {self.n_seeds}")
         if self.n_chains <= dimension:
@@ -100,6 +105,11 @@ class StartsSetting:
         if not 1 <= self.n_starts <= min(self.n_train, self.n_chains):
             most = min(self.n_train, self.n_chains)
             raise ValueError(f"n_starts must lie in 1 … {most}, got {self.n_starts}")
+
+
+def _check_counts(setting: StartsSetting | DiffusionSetting) -> None:
+    """Raise ``TypeError`` unless all counts of a setting are integers."""
+    check_integers(**{f.name: getattr(setting, f.name) for f in fields(setting) if f.type == "int"})
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,7 @@ def starts_study(
         progress: called with the name of each part when it is done.
 
     Raises:
+        TypeError: a count that is no integer.
         ValueError: sizes with which nothing can be measured; traps that meet.
         FloatingPointError: a training diverged.
         DivergenceError: chains diverged.
@@ -421,6 +432,7 @@ class DiffusionSetting:
 
     def check(self) -> None:
         """Raise ``ValueError`` for sizes with which nothing can be measured."""
+        _check_counts(self)
         if self.n_seeds < 2 or self.n_levels < 2 or self.n_chains < 1:
             raise ValueError("n_seeds and n_levels must be at least 2, n_chains at least 1")
         if not 0 < self.lowest < self.highest < math.inf:
@@ -487,6 +499,7 @@ def learned_diffusion_study(
         progress: called with the name of each part when it is done.
 
     Raises:
+        TypeError: a count that is no integer.
         ValueError: sizes with which nothing can be measured.
         FloatingPointError: a training diverged.
         DivergenceError: chains diverged.
@@ -564,22 +577,26 @@ def reverse_diffusion(networks: ScoreNetworks, start: Tensor, *, seed: int = 0) 
         ``[S, C, d]``.
 
     Raises:
-        ValueError: levels that do not fall, or a start of another shape.
+        TypeError: a start that is not float32 or float64.
+        ValueError: levels that do not fall, or a start of another shape or not finite.
         DivergenceError: chains that are no longer finite.
     """
     levels = networks.levels
+    check_points("start", start)
     networks.check("start", start)
     if list(levels) != sorted(levels, reverse=True):
         raise ValueError("the networks' levels must fall: train with the largest noise first")
     times = diffusion_times(levels)
     generators = generators_of(seed, networks.size, REVERSE, start.device)
-    x, noise = start.clone(), torch.empty_like(start)
-    for sigma, now, after in zip(levels, times[:-1], times[1:], strict=True):
+    x, noise = start.detach().clone(), torch.empty_like(start)
+    for number, (sigma, now) in enumerate(zip(levels, times[:-1], strict=True), 1):
+        after = times[number]
         grow, up = math.exp(now - after), math.exp(now)
         score = up * networks.at(sigma)(up * x)
         spread = math.sqrt(-math.expm1(2 * (after - now)))
         x = grow * x + (grow - 1 / grow) * score + spread * normals(noise, generators)
-    check_chains(x, now - after)
+        if number % CHECK == 0 or number == len(levels):
+            check_chains(x, now - after, math.inf, number)
     return x
 
 
@@ -596,14 +613,20 @@ def score_errors(
 
     Returns:
         ``[L, S]`` float64.
+
+    Raises:
+        TypeError: points that are not float32 or float64.
+        ValueError: points, or a target's scores, of another shape; points that are not finite.
     """
+    check_points("points", points)
+    networks.check("points", points)
     law: Any = target
     generators = generators_of(seed, networks.size, DATA, points.device)
     noise = normals(torch.empty_like(points), generators)
     errors = []
     for sigma, t in zip(networks.levels, diffusion_times(networks.levels), strict=False):
         x, down = points + sigma * noise, math.exp(-t)
-        exact = down * law.noised(t)(down * x)
+        exact = down * called(law.noised(t), down * x)
         squares = (networks.at(sigma)(x) - exact).square().mean((1, 2))
         errors.append(sigma**2 * squares.double().cpu())
     return torch.stack(errors)
